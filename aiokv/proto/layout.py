@@ -1,0 +1,314 @@
+"""What a block id means in bytes, and where those bytes are.
+
+``CacheLayout`` says what is in the cache: for each KV cache group its layers, blocks, heads
+and element type, and in which order a layer's tensor keeps its axes. ``Placement`` says where:
+the registered buffers and, for each layer, an offset and the strides into them. The two
+together are all that a copy plan needs, and all that a peer learns of the other side's memory.
+
+A layer's tensor has up to five axes, written as letters:
+
+=====  ==================================================
+``b``  block
+``s``  2: K and V (absent for MLA, and when K and V are separate tensors)
+``t``  token within the block
+``h``  KV head (of this rank)
+``d``  element of the head; always last and contiguous
+=====  ==================================================
+
+so vLLM's FlashAttention cache is ``sbthd``, FlashInfer's NHD ``bsthd``, HND ``bshtd``, and K
+and V joined in the last axis ``bhtsd``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from aiokv.errors import LayoutMismatch
+
+__all__ = ["CacheLayout", "GroupLayout", "GroupPlacement", "Kind", "Placement", "itemsize"]
+
+Kind = Literal["attention", "window", "mla", "state"]
+
+#: Bytes of one element, for the element types that KV caches are kept in.
+ITEMSIZES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+_AXES = "bsthd"
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element of ``dtype``, a torch name without its prefix (``"bfloat16"``)."""
+    try:
+        return ITEMSIZES[dtype]
+    except KeyError:
+        known = ", ".join(sorted(ITEMSIZES))
+        raise ValueError(f"unknown dtype {dtype!r}; known are {known}") from None
+
+
+class GroupLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One KV cache group: layers that share block ids and keep the same kind of state."""
+
+    #: Model-wide indexes of the layers of this group, ascending.
+    layers: tuple[int, ...]
+    #: Number of blocks that this rank has memory for.
+    blocks: int
+    #: Tokens per block.
+    block_size: int
+    #: Half-open range of the model's KV heads that this rank keeps.
+    heads: tuple[int, int]
+    #: KV heads of the model, over all ranks.
+    total_heads: int
+    #: Elements per head and token (of K alone, where K and V are two).
+    head_size: int
+    #: Element type, a torch name without its prefix.
+    dtype: str
+    #: Order of the axes of a layer's tensor; see the module's docstring.
+    axes: str = "sbthd"
+    #: K and V are two tensors; then ``axes`` has no ``s``.
+    split: bool = False
+    kind: Kind = "attention"
+    #: Tokens that a sliding window still needs; 0 where there is no window.
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what no cache can be; what a peer sends passes through here too."""
+        if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise ValueError(f"layers must be ascending, unique and not negative: {self.layers}")
+        for name in ("blocks", "block_size", "total_heads", "head_size"):
+            if not 0 < getattr(self, name) < 2**40:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        first, last = self.heads
+        if not 0 <= first < last <= self.total_heads:
+            raise ValueError(f"heads {self.heads} don't lie in 0..{self.total_heads}")
+        itemsize(self.dtype)
+        axes = set(self.axes)
+        if len(axes) != len(self.axes) or not axes <= set(_AXES) or not {"b", "t", "d"} <= axes:
+            raise ValueError(f"axes {self.axes!r} must name b, t, d once, and s, h at most once")
+        if not self.axes.endswith("d"):
+            raise ValueError(f"axes {self.axes!r}: d must be the last axis, so that a head is contiguous")
+        if "h" not in axes and last - first != 1:
+            raise ValueError(f"axes {self.axes!r} have no h, but there are {last - first} heads")
+        if self.split and "s" in axes:
+            raise ValueError(f"axes {self.axes!r} have an s, but K and V are said to be split")
+
+    @property
+    def head_count(self) -> int:
+        """KV heads that this rank keeps."""
+        return self.heads[1] - self.heads[0]
+
+    @property
+    def planes(self) -> int:
+        """Tensors per layer: 2 where K and V are split, else 1."""
+        return 2 if self.split else 1
+
+    @property
+    def halves(self) -> int:
+        """2 where the group keeps K and V, 1 where it keeps one latent vector (MLA, state)."""
+        return 2 if self.split or "s" in self.axes else 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one of a layer's tensors, in ``axes`` order."""
+        sizes = {
+            "b": self.blocks,
+            "s": 2,
+            "t": self.block_size,
+            "h": self.head_count,
+            "d": self.head_size,
+        }
+        return tuple(sizes[axis] for axis in self.axes)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one token, of K alone."""
+        return self.head_size * itemsize(self.dtype)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in one layer on this rank, K and V together."""
+        return self.halves * self.head_count * self.head_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one block takes in one layer on this rank, K and V together."""
+        return self.token_bytes * self.block_size
+
+    def dense_strides(self) -> tuple[int, int, int, int]:
+        """Byte strides of b, s, t, h (0 where absent) of a contiguous tensor in ``axes`` order."""
+        strides: dict[str, int] = {}
+        step = itemsize(self.dtype)
+        for axis, size in zip(reversed(self.axes), reversed(self.shape), strict=True):
+            strides[axis] = step
+            step *= size
+        return strides["b"], strides.get("s", 0), strides["t"], strides.get("h", 0)
+
+
+class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
+    """What a block id means, for every KV cache group of one rank's cache."""
+
+    groups: tuple[GroupLayout, ...]
+    #: The caller's fingerprint of the model (weights, tokenizer, quantization), compared for equality.
+    model: bytes = b""
+
+    def __post_init__(self) -> None:
+        """Refuse overlapping groups and absurd fingerprints."""
+        if not self.groups:
+            raise ValueError("a cache layout needs at least one group")
+        if len(self.model) > 256:
+            raise ValueError("the model fingerprint is limited to 256 bytes; hash it")
+        layers = [layer for group in self.groups for layer in group.layers]
+        if sorted(layers) != list(range(len(layers))):
+            raise ValueError("the groups' layers must together be 0..n-1, each once")
+
+    @classmethod
+    def attention(
+        cls,
+        *,
+        layers: int,
+        blocks: int,
+        block_size: int,
+        heads: int,
+        head_size: int,
+        dtype: str,
+        model: bytes = b"",
+        axes: str = "sbthd",
+        split: bool = False,
+        rank_heads: tuple[int, int] | None = None,
+    ) -> CacheLayout:
+        """A model whose layers all use full attention, as one group.
+
+        Args:
+            layers: Number of layers.
+            blocks: Number of blocks of this rank.
+            block_size: Tokens per block.
+            heads: KV heads of the whole model.
+            head_size: Elements per head.
+            dtype: Torch name of the element type, without its prefix.
+            model: The caller's fingerprint, compared for equality between peers.
+            axes: Order of a layer's axes; see the module's docstring.
+            split: K and V are two tensors; ``axes`` then has no ``s``.
+            rank_heads: Half-open range of heads that this rank keeps; all by default.
+        """
+        group = GroupLayout(
+            layers=tuple(range(layers)),
+            blocks=blocks,
+            block_size=block_size,
+            heads=rank_heads or (0, heads),
+            total_heads=heads,
+            head_size=head_size,
+            dtype=dtype,
+            axes=axes,
+            split=split,
+        )
+        return cls(groups=(group,), model=model)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers, over all groups."""
+        return sum(len(group.layers) for group in self.groups)
+
+    def group_of(self, layer: int) -> int:
+        """Index of the group that ``layer`` belongs to."""
+        for index, group in enumerate(self.groups):
+            if layer in group.layers:
+                return index
+        raise IndexError(f"layer {layer} is not one of 0..{self.layers - 1}")
+
+    def differences(self, other: CacheLayout) -> Iterator[str]:
+        """What keeps ``other`` from holding the same KV, one line each; nothing if it can.
+
+        The number of blocks, the block size, the axis order, K and V split or not, and the
+        range of heads may differ: a copy plan bridges those.
+        """
+        if self.model != other.model:
+            yield f"model fingerprint {self.model.hex() or 'empty'} against {other.model.hex() or 'empty'}"
+        if len(self.groups) != len(other.groups):
+            yield f"{len(self.groups)} KV cache groups against {len(other.groups)}"
+            return
+        for index, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
+            for name in ("kind", "layers", "total_heads", "head_size", "dtype", "window", "halves"):
+                ours, others = getattr(mine, name), getattr(theirs, name)
+                if ours != others:
+                    if name == "layers":
+                        ours, others = f"{len(ours)} layers", f"{len(others)} layers"
+                    yield f"group {index}: {name} {ours} against {others}"
+
+    def check_compatible(self, other: CacheLayout, who: str) -> None:
+        """Raise LayoutMismatch, naming every difference, unless ``other`` holds the same KV."""
+        found = list(self.differences(other))
+        if found:
+            raise LayoutMismatch(f"this cache and that of {who} differ: " + "; ".join(found))
+
+
+class GroupPlacement(msgspec.Struct, frozen=True, array_like=True):
+    """Where one group's layers are."""
+
+    #: Byte strides of b, s, t, h, the same for every layer of the group; 0 where the axis is absent.
+    strides: tuple[int, int, int, int]
+    #: For each layer, in the group's order: (buffer, byte offset) of each of its tensors (K, V if split).
+    layers: tuple[tuple[tuple[int, int], ...], ...]
+
+
+class Placement(msgspec.Struct, frozen=True, array_like=True):
+    """Where a whole cache is: the sizes of its buffers, and each group within them."""
+
+    #: Size in bytes of each registered buffer.
+    buffers: tuple[int, ...]
+    #: One entry for each group of the layout.
+    groups: tuple[GroupPlacement, ...]
+
+    @classmethod
+    def dense(cls, layout: CacheLayout, align: int = 4096) -> Placement:
+        """All layers one after another in one buffer, each tensor contiguous and aligned."""
+        offset = 0
+        groups = []
+        for group in layout.groups:
+            size = group.blocks * group.block_bytes // group.planes
+            layers = []
+            for _ in group.layers:
+                planes = []
+                for _ in range(group.planes):
+                    planes.append((0, offset))
+                    offset += -(-size // align) * align
+                layers.append(tuple(planes))
+            groups.append(GroupPlacement(strides=group.dense_strides(), layers=tuple(layers)))
+        return cls(buffers=(offset,), groups=tuple(groups))
+
+    def check(self, layout: CacheLayout) -> None:
+        """Raise ValueError unless every byte that ``layout`` can name lies within the buffers.
+
+        A placement comes from a peer, and every address that is read later is computed from it.
+        """
+        if len(self.groups) != len(layout.groups):
+            raise ValueError("placement and layout have different numbers of groups")
+        for group, place in zip(layout.groups, self.groups, strict=True):
+            if len(place.layers) != len(group.layers):
+                raise ValueError("placement and layout have different numbers of layers")
+            if min(place.strides) < 0 or max(place.strides) >= 2**48:
+                raise ValueError(f"strides out of range: {place.strides}")
+            counts = (group.blocks, group.halves // group.planes, group.block_size, group.head_count)
+            reach = _reach(counts, place.strides) + group.head_bytes
+            for planes in place.layers:
+                if len(planes) != group.planes:
+                    raise ValueError(f"a layer has {len(planes)} tensors instead of {group.planes}")
+                for buffer, offset in planes:
+                    if not 0 <= buffer < len(self.buffers):
+                        raise ValueError(f"there is no buffer {buffer}")
+                    if offset < 0 or offset + reach > self.buffers[buffer]:
+                        raise ValueError(f"a layer at {offset} reaches beyond buffer {buffer}")
+
+
+def _reach(counts: Sequence[int], strides: Sequence[int]) -> int:
+    """Offset of the last element that ``counts`` steps of ``strides`` lead to."""
+    return sum((count - 1) * stride for count, stride in zip(counts, strides, strict=True))
