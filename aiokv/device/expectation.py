@@ -1,0 +1,126 @@
+"""When to look for the completion of an operation: decisions without a clock or a loop.
+
+A look too early costs CPU until the operation is done; a look too late is detection lag. What is
+known of an operation is the caller's guess (bytes over a rate) and how that guess did before.
+
+The trap is to learn from the time at which one looked: an operation found done at the first look
+after a sleep may have been done for long, and a guess fed with that time grows by its own
+oversleeping. Here such a finding only ever shortens the next sleep. Only completions that came
+while polling, and so lie between two looks, lengthen it.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Expectations", "interval_ns"]
+
+#: Share of operations that may be done before the first look: their lag is small, since steps
+#: are, and not to allow any would mean to poll for the whole of the variation.
+LATE_SHARE = 0.25
+#: The sleep ends this much early at first: what a timer takes to wake the loop.
+GUARD_NS = 10_000
+#: Sleeps shorter than this aren't worth a timer.
+SHORTEST_SLEEP_NS = 30_000
+#: Smallest step of the correction: the jitter of a timer.
+SMALLEST_STEP_NS = 4_000
+#: Number of streams and sizes that corrections are kept for.
+KEPT = 256
+
+SHORTEST_INTERVAL_NS = 30_000
+LONGEST_INTERVAL_NS = 1_000_000
+#: Beyond that the interval is at most this part of the time waited, and never longer than 10 ms.
+LATE_PARTS = 100
+LONGEST_LATE_INTERVAL_NS = 10_000_000
+
+
+def interval_ns(waited_ns: int) -> int:
+    """Time to the next look, when polling has gone on for ``waited_ns`` and isn't worth each turn.
+
+    A quarter of the time waited, at most 1 ms; for what takes longer than 0.1 s, 1 % of it.
+    """
+    longest = max(LONGEST_INTERVAL_NS, min(waited_ns // LATE_PARTS, LONGEST_LATE_INTERVAL_NS))
+    return min(max(waited_ns // 4, SHORTEST_INTERVAL_NS), longest)
+
+
+class _Correction:
+    """How the guesses for one stream and size do, as multiples of the guess."""
+
+    __slots__ = ("overslept", "step", "wake")
+
+    def __init__(self) -> None:
+        #: Where to wake: a low quantile of the duration.
+        self.wake = 1.0
+        #: How far durations lie from there, which is how far a correction goes.
+        self.step = 0.125
+        #: The sleep before this one was too long.
+        self.overslept = False
+
+
+class Expectations:
+    """Where to wake for an expected duration, learnt for each stream and order of magnitude.
+
+    A fixed cost makes small operations take a larger multiple of bytes over rate than large
+    ones, so each power of two is a matter of its own.
+    """
+
+    __slots__ = ("_corrections",)
+
+    def __init__(self) -> None:
+        self._corrections: dict[tuple[int, int], _Correction] = {}
+
+    def sleep_ns(self, stream: object, expected_ns: int) -> int:
+        """How long to sleep before the first look at what is expected to take ``expected_ns``."""
+        if expected_ns <= 0:
+            return 0
+        correction = self._corrections.get(_key(stream, expected_ns))
+        wake = 1.0 if correction is None else correction.wake
+        sleep = int(expected_ns * wake) - GUARD_NS
+        return sleep if sleep >= SHORTEST_SLEEP_NS else 0
+
+    def learn(
+        self, stream: object, expected_ns: int, *, slept_ns: int, pending_ns: int, done_ns: int
+    ) -> None:
+        """Correct the guesses by one operation, whose times count from its watch.
+
+        Args:
+            stream: Stream it ran on.
+            expected_ns: What the caller had said.
+            slept_ns: When the first look was due (``sleep_ns`` at that time).
+            pending_ns: When it was last seen pending.
+            done_ns: When it was first seen done.
+        """
+        if expected_ns <= 0:
+            return
+        correction = self._of(stream, expected_ns)
+        smallest = SMALLEST_STEP_NS / expected_ns
+        if pending_ns < slept_ns:
+            # Done before the first look, or found by chance before that was due: too long. By how
+            # much is not known, so a second time in a row goes twice as far.
+            if correction.overslept:
+                correction.step = min(correction.step * 2, max(correction.wake / 2, smallest))
+            correction.overslept = True
+            correction.wake = max(correction.wake - (1 - LATE_SHARE) * correction.step, 0.0)
+            return
+        correction.overslept = False
+        polled = ((pending_ns + done_ns) / 2 - slept_ns) / expected_ns
+        # One operation that was held up says little about the next.
+        polled = min(polled, 4 * correction.step)
+        correction.wake += LATE_SHARE * polled
+        correction.step = max(correction.step + (polled - correction.step) / 4, smallest)
+
+    def _of(self, stream: object, expected_ns: int) -> _Correction:
+        key = _key(stream, expected_ns)
+        correction = self._corrections.get(key)
+        if correction is None:
+            if len(self._corrections) >= KEPT:
+                del self._corrections[next(iter(self._corrections))]
+            correction = self._corrections[key] = _Correction()
+        return correction
+
+
+def _key(stream: object, expected_ns: int) -> tuple[int, int]:
+    """Names stream and size without keeping the stream alive.
+
+    Another stream may come to have the same hash; then it starts from a wrong correction, and
+    learns.
+    """
+    return hash(stream), expected_ns.bit_length()
