@@ -1,0 +1,237 @@
+"""Registered KV tensors: a layout, where the bytes are, and the buffers that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from aiokv.device.base import Buffer, Device
+from aiokv.device.host import HostBuffer, HostDevice
+from aiokv.errors import ClosedError, LayoutMismatch
+from aiokv.proto.layout import CacheLayout, GroupLayout, GroupPlacement, Placement, itemsize
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Allocator", "KVCache", "LayerTensors"]
+
+#: What one layer is given as: one tensor, or K and V where they are split.
+LayerTensors = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
+
+
+class Allocator(Device, Protocol):
+    """A device that can make memory of its own kind."""
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """New memory that stays until the buffer is closed.
+
+        Raises:
+            CapacityError: There isn't so much.
+        """
+
+
+class KVCache:
+    """One rank's KV cache, registered: what engines transfer from and into.
+
+    Use ``allocate`` for memory of aiokv's own, which other processes on the host can map, or
+    ``from_tensors`` for tensors that exist. Close it after the engine that uses it.
+
+    Attributes:
+        layout: What is in the cache.
+        placement: Where, in byte offsets into ``buffers``.
+        device: What copies within and out of it.
+        buffers: The memory, in the placement's order.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        placement: Placement,
+        device: Device,
+        buffers: tuple[Buffer, ...],
+        tensors: Sequence[tuple[torch.Tensor, ...]] = (),
+    ) -> None:
+        placement.check(layout)
+        self.layout = layout
+        self.placement = placement
+        self.device = device
+        self.buffers = buffers
+        self._tensors = dict(enumerate(tensors))
+        self._closed = False
+
+    @classmethod
+    def allocate(cls, layout: CacheLayout, *, device: Allocator | None = None) -> KVCache:
+        """A new zeroed cache, all layers in one buffer.
+
+        Args:
+            layout: What it is to hold.
+            device: Where; host memory by default.
+
+        Raises:
+            CapacityError: There isn't so much memory.
+        """
+        device = device or HostDevice()
+        placement = Placement.dense(layout)
+        return cls(layout, placement, device, (device.allocate(placement.buffers[0]),))
+
+    @classmethod
+    def from_tensors(
+        cls,
+        layout: CacheLayout,
+        tensors: Sequence[torch.Tensor | Sequence[torch.Tensor]],
+        *,
+        device: Device | None = None,
+    ) -> KVCache:
+        """Register an inference engine's CPU tensors, which stay alive as long as the cache.
+
+        Args:
+            layout: What the tensors hold.
+            tensors: For each layer, in the model's order, a tensor with the layout's axes, or
+                a pair of K and V where the layout says split. Views are fine, padded and
+                interleaved ones too, as long as a head's elements are contiguous.
+            device: What copies; the host by default.
+
+        Raises:
+            LayoutMismatch: A tensor isn't what the layout says; the message names the layer.
+        """
+        if len(tensors) != layout.layers:
+            raise LayoutMismatch(f"{len(tensors)} layers of tensors for a layout of {layout.layers}")
+        kept = [
+            _planes(layer, layout.groups[layout.group_of(layer)], given)
+            for layer, given in enumerate(tensors)
+        ]
+        registry = _Registry()
+        groups = tuple(_place(group, kept, registry) for group in layout.groups)
+        buffers = registry.buffers()
+        placement = Placement(buffers=tuple(buffer.nbytes for buffer in buffers), groups=groups)
+        return cls(layout, placement, device or HostDevice(), buffers, kept)
+
+    def tensor(self, layer: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """One layer's memory as a tensor in the layout's axes; K and V as a pair where split.
+
+        Nothing is copied. A view keeps the memory mapped, also after ``close``.
+
+        Raises:
+            ClosedError: The cache was closed.
+        """
+        if self._closed:
+            raise ClosedError("this KV cache was closed")
+        if layer not in self._tensors:
+            self._tensors[layer] = self._views(layer)
+        planes = self._tensors[layer]
+        return planes[0] if len(planes) == 1 else (planes[0], planes[1])
+
+    def close(self) -> None:
+        """Give the memory back, or the tensors free. May be called twice."""
+        self._closed = True
+        self._tensors.clear()
+        for buffer in self.buffers:
+            close = getattr(buffer, "close", None)
+            if close is not None:
+                close()
+
+    def _views(self, layer: int) -> tuple[torch.Tensor, ...]:
+        import torch
+
+        index = self.layout.group_of(layer)
+        group, place = self.layout.groups[index], self.placement.groups[index]
+        dtype: torch.dtype = getattr(torch, group.dtype)
+        size = itemsize(group.dtype)
+        by_axis = dict(zip("bsth", place.strides, strict=True))
+        strides = [by_axis.get(axis, size) // size for axis in group.axes]
+        planes = []
+        for buffer, offset in place.layers[group.layers.index(layer)]:
+            view: memoryview = self.buffers[buffer].view  # type: ignore[attr-defined]
+            flat = torch.frombuffer(view, dtype=torch.uint8)
+            flat = flat[: flat.numel() // size * size].view(dtype)
+            planes.append(flat.as_strided(group.shape, strides, offset // size))
+        return tuple(planes)
+
+
+class _Registry:
+    """The distinct storages behind tensors, numbered as they are met."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int], int] = {}
+        self._storages: list[torch.UntypedStorage] = []
+
+    def locate(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Buffer number and byte offset of a tensor's first element."""
+        storage = tensor.untyped_storage()
+        key = (storage.data_ptr(), storage.nbytes())
+        if key not in self._numbers:
+            self._numbers[key] = len(self._storages)
+            self._storages.append(storage)
+        return self._numbers[key], tensor.data_ptr() - storage.data_ptr()
+
+    def buffers(self) -> tuple[HostBuffer, ...]:
+        """One buffer for each storage, which it keeps alive."""
+        import torch
+
+        empty = torch.empty(0, dtype=torch.uint8)
+        return tuple(HostBuffer.from_tensor(empty.new_empty(0).set_(storage)) for storage in self._storages)
+
+
+def _place(
+    group: GroupLayout, tensors: Sequence[tuple[torch.Tensor, ...]], registry: _Registry
+) -> GroupPlacement:
+    """Where the tensors of one group are, once they are known to be strided alike."""
+    strides = _strides(group.layers[0], group, tensors[group.layers[0]][0])
+    places: dict[tuple[int, int], int] = {}
+    layers = []
+    for layer in group.layers:
+        place = []
+        for tensor in tensors[layer]:
+            own = _strides(layer, group, tensor)
+            if own != strides:
+                raise LayoutMismatch(
+                    f"layer {layer}: byte strides {own} of b, s, t, h, but {strides} elsewhere in its group"
+                )
+            where = registry.locate(tensor)
+            if where in places:
+                raise LayoutMismatch(f"layer {layer}: its memory is also that of layer {places[where]}")
+            places[where] = layer
+            place.append(where)
+        layers.append(tuple(place))
+    return GroupPlacement(strides=strides, layers=tuple(layers))
+
+
+def _planes(
+    layer: int, group: GroupLayout, given: torch.Tensor | Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """One layer's tensors, once they are known to be what the group says."""
+    import torch
+
+    planes = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+    if len(planes) != group.planes or isinstance(given, torch.Tensor) == group.split:
+        wanted = "a pair of K and V" if group.split else "one tensor"
+        raise LayoutMismatch(f"layer {layer}: the layout wants {wanted}, got {len(planes)} tensors")
+    for tensor in planes:
+        if tensor.device.type != "cpu":
+            raise LayoutMismatch(f"layer {layer}: on {tensor.device}, not in host memory")
+        if tensor.dtype != getattr(torch, group.dtype):
+            raise LayoutMismatch(f"layer {layer}: {tensor.dtype}, but the layout says {group.dtype}")
+        if tuple(tensor.shape) != group.shape:
+            raise LayoutMismatch(
+                f"layer {layer}: shape {tuple(tensor.shape)}, but {group.shape} in the layout ({group.axes})"
+            )
+    return planes
+
+
+def _strides(layer: int, group: GroupLayout, tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    """Byte strides of b, s, t, h; those of axes with a single step are as good as 0."""
+    size = itemsize(group.dtype)
+    strides = {
+        axis: step * size if count > 1 else 0
+        for axis, count, step in zip(group.axes, group.shape, tensor.stride(), strict=True)
+    }
+    if group.head_size > 1 and strides["d"] != size:
+        raise LayoutMismatch(f"layer {layer}: the elements of a head are not contiguous")
+    span = group.head_bytes
+    counts = dict(zip(group.axes, group.shape, strict=True))
+    for axis in sorted(group.axes[:-1], key=lambda axis: strides[axis]):
+        if counts[axis] > 1:
+            if strides[axis] < span:
+                raise LayoutMismatch(f"layer {layer}: elements overlap along axis {axis}")
+            span += (counts[axis] - 1) * strides[axis]
+    return strides["b"], strides.get("s", 0), strides["t"], strides.get("h", 0)

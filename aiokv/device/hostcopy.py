@@ -1,0 +1,87 @@
+"""Copies between host buffers: how the pieces of one chunk get from one to the other.
+
+Everything here holds the GIL but for large extents. That is deliberate: giving it up means to
+wait, beside a thread that runs Python, up to the interpreter's switch interval (5 ms) to get it
+back. Once a fragment that would stretch a copy of 0.5 ms to seconds; a model thread is better
+served by one short wait a chunk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiokv.proto.plan import Copy
+
+__all__ = ["copy_pieces"]
+
+#: From this size on, in bytes, a copy takes longer than a switch of threads, and gives up the GIL.
+RELEASE_BYTES = 1 << 20
+
+#: Below this size, in bytes, a piece costs more in the interpreter than in memory, so that numpy
+#: gathers many in one call, at the price of copying twice.
+GATHER_BELOW = 2048
+
+#: Size of what numpy gathers at a time, in bytes; it is to stay in the cache.
+GATHER_BYTES = 256 << 10
+
+
+def copy_pieces(copy: Copy, lo: int, hi: int, src: memoryview, dst: memoryview) -> None:
+    """Copy pieces ``lo`` to ``hi`` from ``src`` to ``dst``, flat views of the copy's two buffers.
+
+    Raises:
+        ValueError: The copy reaches beyond a view, or a view was released.
+        TypeError: ``dst`` is read-only.
+    """
+    section = copy.section
+    if copy.src_base + section.src_reach > len(src) or copy.dst_base + section.dst_reach > len(dst):
+        raise ValueError(f"pieces of {section.piece_bytes} bytes reach beyond a buffer")
+    if dst.readonly:
+        raise TypeError("the destination is read-only")
+    if section.piece_bytes < GATHER_BELOW and section.joins is None:
+        _gather(copy, lo, hi, src, dst)
+    elif section.shape:
+        source, target = _strided(copy, src, dst)
+        pairs = zip(section.src[lo:hi].tolist(), section.dst[lo:hi].tolist(), strict=True)
+        for at, to in pairs:
+            target[to] = source[at]
+    else:
+        _extents(copy, lo, hi, src, dst)
+
+
+def _extents(copy: Copy, lo: int, hi: int, src: memoryview, dst: memoryview) -> None:
+    starts, targets, lengths = (array.tolist() for array in copy.extents(lo, hi))
+    for at, to, size in zip(starts, targets, lengths, strict=True):
+        if size < RELEASE_BYTES:
+            dst[to : to + size] = src[at : at + size]
+        else:
+            ctypes.memmove(_address(dst) + to, _address(src) + at, size)
+
+
+def _gather(copy: Copy, lo: int, hi: int, src: memoryview, dst: memoryview) -> None:
+    section = copy.section
+    source, target = _strided(copy, src, dst)
+    step = max(1, GATHER_BYTES // section.piece_bytes)
+    for first in range(lo, hi, step):
+        last = min(first + step, hi)
+        target[section.dst[first:last]] = source[section.src[first:last]]
+
+
+def _strided(copy: Copy, src: memoryview, dst: memoryview) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """Both buffers as arrays whose first index is a byte offset, and whose element is a run."""
+    section = copy.section
+    run = np.dtype((np.void, section.run))
+    last_src, last_dst = int(section.src.max()), int(section.dst.max())
+    source: NDArray[np.void] = np.ndarray(
+        (last_src + 1, *section.shape), run, src, copy.src_base, (1, *section.src_strides)
+    )
+    target: NDArray[np.void] = np.ndarray(
+        (last_dst + 1, *section.shape), run, dst, copy.dst_base, (1, *section.dst_strides)
+    )
+    return source, target
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
