@@ -1,8 +1,9 @@
-"""The control plane inside one process: channels that find each other by name, for tests and co-located engines.
+"""The control plane inside one process: channels that find each other by name.
 
-It behaves as the one over ZeroMQ does: frames to an address where nobody listens wait, up to a bound, for
-whoever binds it; frames on their way to a channel that closes are lost. Everything happens on the running
-loop through ``call_soon``, so a loop with virtual time runs it too.
+For tests, and for engines that share a process. It behaves as the one over ZeroMQ does: frames to an
+address where nobody listens wait, up to a bound, for whoever binds it; frames on their way to a channel that
+closes are lost. Everything happens on the running loop through ``call_soon``, so a loop with virtual time
+runs it too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from aiokv.control.base import MAX_FRAME
 from aiokv.errors import CapacityError, ClosedError, LocalProtocolError
 
 __all__ = ["MemoryChannel", "MemoryNetwork", "MemoryPort"]
+
+_TURN_FRAMES = 256  # at most so many are delivered before other callbacks of the loop have their turn
 
 
 class MemoryNetwork:
@@ -165,7 +168,7 @@ class MemoryChannel:
         self._delivery = None
         try:
             # What the callbacks send to this channel comes in the next turn, so that nobody is starved.
-            for _ in range(len(self._inbox)):
+            for _ in range(min(len(self._inbox), _TURN_FRAMES)):
                 if not self._inbox or self._loop is None or self._receive is None:
                     break  # the callback closed the channel
                 port, frame = self._inbox.popleft()

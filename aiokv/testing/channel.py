@@ -117,7 +117,7 @@ class FaultyNetwork(MemoryNetwork):
         self._faults[source, target] = faults
 
     def script(self, source: str, target: str, *fates: Fate) -> None:
-        """Decide for the next frames from ``source`` to ``target``, one after the other; then chance again."""
+        """Decide for the next frames from ``source`` to ``target``, one each; then chance again."""
         self._link(source, target).script.extend(fates)
 
     def cut(
@@ -166,9 +166,9 @@ class FaultyNetwork(MemoryNetwork):
         self._note("kill", address, address)
         undelivered = channel.discard()
         if keep:
-            for port, frame in undelivered:
+            for port, data in undelivered:
                 port.pending += 1
-                self.arrive(port, frame)
+                self.arrive(port, data)
             return
         for link in self._links.values():
             if link.target == address:

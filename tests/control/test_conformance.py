@@ -1,0 +1,35 @@
+"""Every channel passes the same suite, the mocked ones included."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from aiokv.control.memory import MemoryNetwork
+from aiokv.control.zmq import ZmqChannel
+from aiokv.testing import channels
+from aiokv.testing.channel import FaultyNetwork
+
+
+def over_zmq(*, queue):
+    return lambda address: ZmqChannel(address or "tcp://127.0.0.1:0", queue=queue)
+
+
+def over_network(network):
+    names = itertools.count()
+    return lambda address: network.channel(address or f"memory://{next(names)}")
+
+
+KITS = {
+    "zmq": over_zmq,
+    "memory": lambda *, queue: over_network(MemoryNetwork(queue=queue)),
+    "faultless": lambda *, queue: over_network(FaultyNetwork(0, queue=queue)),
+}
+
+
+@pytest.mark.parametrize("case", channels.CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("kit", KITS.values(), ids=KITS)
+@pytest.mark.asyncio
+async def test_conformance(kit, case):
+    await case(kit)
