@@ -69,7 +69,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of the messages; no cycles are possible, so the collector need not look."""
 
 
-class Hello(_Message, tag=1):
+class Hello(_Message, frozen=True, tag=1):
     """First in each stream: who I am, what my cache holds, how my memory can be reached."""
 
     #: Lowest and highest protocol version spoken.
@@ -82,23 +82,23 @@ class Hello(_Message, tag=1):
     transports: dict[_Short, _Blob]
 
 
-class Ping(_Message, tag=2):
+class Ping(_Message, frozen=True, tag=2):
     """A sign of life is asked for, and an extension of the lease."""
 
 
-class Pong(_Message, tag=3):
+class Pong(_Message, frozen=True, tag=3):
     """The sign of life. Until ``lease`` (``time.monotonic_ns()``) one-sided reads are safe."""
 
     lease: _Time
 
 
-class Bye(_Message, tag=4):
+class Bye(_Message, frozen=True, tag=4):
     """This engine closes; nothing follows."""
 
     text: _Text
 
 
-class Reset(_Message, tag=5):
+class Reset(_Message, frozen=True, tag=5):
     """The stream so numbered, of the receiver, means nothing here. Outside any stream itself."""
 
     stream: _Count
@@ -106,7 +106,7 @@ class Reset(_Message, tag=5):
     text: _Text
 
 
-class Offer(_Message, tag=10):
+class Offer(_Message, frozen=True, tag=10):
     """Producer to a named consumer (push): you may fetch this."""
 
     tid: _Id
@@ -115,7 +115,7 @@ class Offer(_Message, tag=10):
     trace: _Short = ""
 
 
-class Grant(_Message, tag=11):
+class Grant(_Message, frozen=True, tag=11):
     """Consumer to producer: destination is reserved, move these tokens of these heads to me."""
 
     tid: _Id
@@ -135,7 +135,7 @@ class Grant(_Message, tag=11):
     trace: _Short = ""
 
 
-class Accept(_Message, tag=12):
+class Accept(_Message, frozen=True, tag=12):
     """Producer's answer to a grant that it will serve."""
 
     tid: _Id
@@ -150,7 +150,7 @@ class Accept(_Message, tag=12):
     lease: _Time
 
 
-class Ready(_Message, tag=13):
+class Ready(_Message, frozen=True, tag=13):
     """Producer to consumer: the layers of this bitmap (all so far, not the new ones) may be read."""
 
     tid: _Id
@@ -158,14 +158,14 @@ class Ready(_Message, tag=13):
     ready: _Mask
 
 
-class Landed(_Message, tag=14):
+class Landed(_Message, frozen=True, tag=14):
     """Consumer to producer: everything is in place, and this side reads no more."""
 
     tid: _Id
     attempt: _Count
 
 
-class Refuse(_Message, tag=15):
+class Refuse(_Message, frozen=True, tag=15):
     """The answer to a grant (or an offer) that will not be served."""
 
     tid: _Id
@@ -176,7 +176,7 @@ class Refuse(_Message, tag=15):
     text: _Text
 
 
-class Abort(_Message, tag=16):
+class Abort(_Message, frozen=True, tag=16):
     """The sender gives the part up and commits nothing more. Always answered."""
 
     tid: _Id
@@ -187,7 +187,7 @@ class Abort(_Message, tag=16):
     text: _Text
 
 
-class Aborted(_Message, tag=17):
+class Aborted(_Message, frozen=True, tag=17):
     """The sender can touch nothing of this part any more."""
 
     tid: _Id

@@ -72,9 +72,18 @@ class Session:
         address: Where the peer's control channel listens.
         settings: Timers.
         now: The time, in nanoseconds.
+        talking: Where the session enters itself when it has something to send.
     """
 
-    def __init__(self, me: Identity, stream: int, address: str, settings: Settings, now: int) -> None:
+    def __init__(
+        self,
+        me: Identity,
+        stream: int,
+        address: str,
+        settings: Settings,
+        now: int,
+        talking: dict[Session, None] | None = None,
+    ) -> None:
         self.me = me
         self.address = address
         #: Number of this side's stream.
@@ -104,8 +113,10 @@ class Session:
         #: The peer said goodbye.
         self.farewell = False
         self._settings = settings
+        self._talking = {} if talking is None else talking
         self._outbox: list[bytes] = []
         self._greet = True
+        self._talking[self] = None
         self._contact_by = now + settings.contact_ns
         self._greet_again = now + settings.contact_ns // 4
         self._heard = now
@@ -121,6 +132,7 @@ class Session:
         """Queue a message; it goes out with the next frame. Nothing once the session has ended."""
         if self.phase is not Phase.ENDED:
             self._outbox.append(encode_message(message))
+            self._talking[self] = None
 
     @property
     def wants_to_send(self) -> bool:
@@ -173,7 +185,9 @@ class Session:
         if self.phase is Phase.ENDED:
             return
         if self.theirs:  # sent again: the peer may have missed ours
-            self._greet = self._greet or frame.yours != self.mine
+            if frame.yours != self.mine:
+                self._greet = True
+                self._talking[self] = None
             return
         self.incarnation = frame.src
         self.theirs = frame.mine
@@ -282,6 +296,7 @@ class Session:
                 self.end(PeerLostError(f"no answer from {self.address} within {waited:g} s"))
             elif now >= self._greet_again:
                 self._greet = True
+                self._talking[self] = None
                 self._greet_again = now + self._settings.contact_ns // 4
             return
         if self.phase is Phase.ENDED or not self.live:

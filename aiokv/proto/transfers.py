@@ -258,7 +258,8 @@ class Table:
         """
         self._check_new(fetching, self.fetchings, "consumer", now)
         self.fetchings[fetching.key] = fetching
-        for peer in sources or [None] * parts:
+        peers: Sequence[Session | None] = sources or [None] * parts
+        for peer in peers:
             part = Part(transfer=fetching, role="consumer", deadline=fetching.deadline)
             part.first_token = fetching.first_token
             fetching.parts.append(part)
@@ -397,7 +398,7 @@ class Table:
         if part.ended or part.state is State.DRAINING:
             return
         before = part.state
-        part.life.on(event, error)
+        after = part.life.on(event, error)
         if error is not None and part.transfer.error is None:
             part.transfer.error = error
         session = part.session
@@ -407,7 +408,7 @@ class Table:
             transfer = part.transfer
             session.send(Abort(transfer.tid, transfer.attempt, part.role, reason, str(error)[:2048]))
         part.abort_known = True
-        if part.state is State.DRAINING:
+        if after is State.DRAINING:
             self._drain(part, before, event)
         else:
             self._ended(part)

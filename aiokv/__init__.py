@@ -1,0 +1,57 @@
+"""aiokv: an asyncio-native runtime that moves LLM KV cache between processes.
+
+``TransferEngine`` is one rank's runtime. A producer ``offer``s the KV of some blocks, a consumer
+``fetch``es it into its own; both are awaited, with deadlines and cancellation that hold on both
+sides, and no Python thread on the data path.
+"""
+
+from aiokv.device.cache import KVCache
+from aiokv.engine.engine import TransferEngine
+from aiokv.engine.statistics import Statistics
+from aiokv.engine.transfer import Fetch, Offer, Progress
+from aiokv.errors import (
+    AiokvError,
+    BusyError,
+    CapacityError,
+    ClosedError,
+    DeadlineExceeded,
+    DeviceError,
+    InvalidBlocks,
+    LayoutMismatch,
+    LocalProtocolError,
+    PeerLostError,
+    ProtocolError,
+    Refused,
+    RemoteProtocolError,
+    TransferAborted,
+)
+from aiokv.proto.layout import CacheLayout, GroupLayout
+from aiokv.proto.settings import Settings
+
+__all__ = [
+    "AiokvError",
+    "BusyError",
+    "CacheLayout",
+    "CapacityError",
+    "ClosedError",
+    "DeadlineExceeded",
+    "DeviceError",
+    "Fetch",
+    "GroupLayout",
+    "InvalidBlocks",
+    "KVCache",
+    "LayoutMismatch",
+    "LocalProtocolError",
+    "Offer",
+    "PeerLostError",
+    "Progress",
+    "ProtocolError",
+    "Refused",
+    "RemoteProtocolError",
+    "Settings",
+    "Statistics",
+    "TransferAborted",
+    "TransferEngine",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,335 @@
+"""Moves the bytes of parts: from the table's decisions to submitted copies, and back.
+
+For each part that both sides agreed on there is one movement: its plan, what of it is still
+missing, and what is in flight. Chunks are taken from the scheduler and submitted to links, one
+at a time and never for longer than the device's budget in one turn of the loop; completions are
+reported to the table. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from aiokv.device.base import Event, Stream
+from aiokv.device.cache import KVCache
+from aiokv.device.poller import CompletionPoller
+from aiokv.errors import AiokvError, DeviceError, PeerLostError
+from aiokv.proto.parts import State
+from aiokv.proto.plan import Chunk, CopyPlan, Side, plan_copy
+from aiokv.proto.schedule import ChunkScheduler
+from aiokv.proto.settings import Settings
+from aiokv.proto.transfers import Part, Table
+from aiokv.transports.base import Link, PartId
+
+__all__ = ["Mover"]
+
+#: Streams that copies are spread over; parts on different streams don't wait for each other.
+_STREAMS = 4
+
+
+@dataclass(eq=False, slots=True)
+class _Flow:
+    """What goes over one link."""
+
+    link: Link
+    #: Submitted chunks that have not completed.
+    in_flight: int = 0
+    #: Parts that use it.
+    parts: int = 0
+    #: We hear of it when it becomes writable.
+    listening: bool = False
+    #: To be closed once nothing is in flight.
+    retired: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Movement:
+    """One part's bytes."""
+
+    part: Part
+    flow: _Flow
+    plan: CopyPlan
+    stream: Stream
+    #: Bytes of each layer that are not in place yet.
+    missing: list[int]
+    #: Bytes of each layer that were never submitted yet.
+    unsubmitted: list[int]
+    #: Submitted chunks that have not completed.
+    in_flight: int = 0
+    stopped: bool = False
+    #: Chunks that wait for the lease to be confirmed.
+    held_back: list[Chunk] = field(default_factory=list)
+
+    @property
+    def id(self) -> PartId:
+        return self.part.transfer.key
+
+    @property
+    def link(self) -> Link:
+        return self.flow.link
+
+
+class Mover:
+    """The data plane of one engine.
+
+    Args:
+        table: The transfer table; told what landed, failed and became quiet.
+        cache: This engine's registered memory.
+        poller: Turns device events into calls.
+        clock: The time (ns).
+        settings: Sizes.
+        wake: Asks for another turn.
+        moved: Told of each chunk that completed, with its part and bytes.
+        submitted: Told when all of a layer of a part was submitted, with the event that covers it.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        cache: KVCache,
+        poller: CompletionPoller,
+        *,
+        clock: Callable[[], int],
+        settings: Settings,
+        wake: Callable[[], None],
+        moved: Callable[[Part, int], None],
+        submitted: Callable[[Part, int, Event], None],
+    ) -> None:
+        self._table = table
+        self._cache = cache
+        self._poller = poller
+        self._clock = clock
+        self._settings = settings
+        self._wake = wake
+        self._moved = moved
+        self._submitted = submitted
+        self._scheduler: ChunkScheduler[_Flow, Part] = ChunkScheduler(settings.window_bytes)
+        self._movements: dict[Part, _Movement] = {}
+        self._flows: dict[int, _Flow] = {}  # by the identity of the link
+        self._streams = [cache.device.stream() for _ in range(_STREAMS)]
+        self._turn = 0
+        #: Submitted chunks that have not completed, over all parts.
+        self.in_flight = 0
+
+    @property
+    def movements(self) -> int:
+        """Parts that have a plan and have not ended."""
+        return len(self._movements)
+
+    # -- what the table asks for
+
+    def start(self, part: Part, link: Link, after: Event | None = None) -> int:
+        """Both block lists of a part are known: make its plan.
+
+        Args:
+            part: The part.
+            link: The path its bytes take.
+            after: At a consumer: point on the caller's stream that the writes have to wait for.
+
+        Returns:
+            Bytes that the part moves.
+
+        Raises:
+            AiokvError, ValueError: The two block lists don't fit together.
+        """
+        transfer, session = part.transfer, part.session
+        if session is None or session.hello is None:
+            raise PeerLostError(f"{part}: the session is gone")
+        mine = Side(layout=self._cache.layout, placement=self._cache.placement, blocks=transfer.blocks)
+        theirs = Side(
+            layout=session.hello.layout, placement=session.hello.placement, blocks=part.peer_blocks
+        )
+        src, dst = (mine, theirs) if part.role == "producer" else (theirs, mine)
+        plan = plan_copy(src, dst, first_token=part.first_token, tokens=part.tokens, heads=part.heads[0])
+        self._turn += 1
+        stream = self._streams[self._turn % _STREAMS]
+        if after is not None:
+            stream.wait(after)
+        flow = self._flow(link)
+        if part.role == "producer" and not part.one_sided and not flow.listening:
+            flow.listening = True
+            link.on_writable(lambda: self._writable(flow))
+        flow.parts += 1
+        sizes = [plan.nbytes(layer) for layer in plan.layers]
+        movement = _Movement(part, flow, plan, stream, sizes, sizes.copy())
+        self._movements[part] = movement
+        if part.role == "consumer":
+            if not part.one_sided:
+                link.expect(movement.id, plan, self._cache.buffers, self._receiver(movement))
+            empty = sum(1 << layer for layer, left in enumerate(movement.missing) if not left)
+            if empty:
+                self._table.copied(part, empty)
+        return plan.total
+    def move(self, part: Part, mask: int) -> None:
+        """Layers may be copied from (consumer), or sent (producer)."""
+        movement = self._movements.get(part)
+        if movement is None or movement.stopped:
+            return
+        priority = getattr(part.transfer, "priority", 0)
+        for layer in _layers(mask):
+            if movement.missing[layer]:
+                chunks = movement.plan.chunks(layer, self._settings.chunk_bytes)
+                self._scheduler.add(movement.flow, part, chunks, priority)
+        self._wake()
+
+    def stop(self, part: Part) -> None:
+        """Submit nothing more of a part; the table hears when nothing is in flight."""
+        movement = self._movements.get(part)
+        if movement is None:
+            self._table.quiet(part)
+            return
+        movement.stopped = True
+        movement.held_back.clear()
+        self._scheduler.drop(part)
+        if part.role == "consumer" and not part.one_sided:
+            movement.link.forget(movement.id)
+        if not movement.in_flight:
+            self._table.quiet(part)
+
+    def forget(self, part: Part) -> None:
+        """The part ended."""
+        movement = self._movements.pop(part, None)
+        if movement is not None:
+            self._scheduler.drop(part)
+            movement.flow.parts -= 1
+            self._drop_flow(movement.flow)
+
+    def retire(self, link: Link) -> None:
+        """The link's session is over: close it, once nothing in flight uses it."""
+        flow = self._flow(link)
+        flow.retired = True
+        self._drop_flow(flow)
+
+    def _flow(self, link: Link) -> _Flow:
+        flow = self._flows.get(id(link))
+        if flow is None:
+            flow = self._flows[id(link)] = _Flow(link)
+        return flow
+
+    def _drop_flow(self, flow: _Flow) -> None:
+        if flow.retired and not flow.in_flight and not flow.parts:
+            flow.link.close()
+            self._scheduler.unblock(flow)
+            self._flows.pop(id(flow.link), None)
+
+    def lease_extended(self) -> None:
+        """A producer confirmed its lease: what was held back for it may go on."""
+        for movement in self._movements.values():
+            while movement.held_back:
+                chunk = movement.held_back.pop()
+                self._scheduler.put_back(movement.flow, movement.part, chunk)
+        self._wake()
+
+    # -- one turn
+
+    def submit(self) -> bool:
+        """Submit chunks for as long as the device's budget allows.
+
+        Returns:
+            Whether chunks are left that could go now: another turn is wanted.
+        """
+        if not self._scheduler:
+            return False
+        until = self._clock() + int(self._cache.device.budget_s * 1e9)
+        while (taken := self._scheduler.take()) is not None:
+            part, chunk = taken
+            self._submit(self._movements[part], chunk)
+            if self._clock() >= until:
+                return bool(self._scheduler)
+        return False
+
+    def _submit(self, movement: _Movement, chunk: Chunk) -> None:
+        part = movement.part
+        session = part.session
+        if part.role == "consumer" and session is not None and self._clock() >= session.lease_held:
+            # Read now, the bytes may be another request's already.
+            self._scheduler.finished(chunk.nbytes)
+            movement.held_back.append(chunk)
+            return
+        try:
+            if part.role == "consumer":
+                event = movement.link.read(movement.plan, chunk, self._cache.buffers, stream=movement.stream)
+            elif movement.link.writable:
+                event = movement.link.send(
+                    movement.id, movement.plan, chunk, self._cache.buffers, stream=movement.stream
+                )
+            else:
+                self._scheduler.finished(chunk.nbytes)
+                self._scheduler.put_back(movement.flow, part, chunk)
+                self._scheduler.block(movement.flow)
+                return
+        except (PeerLostError, DeviceError) as error:
+            self._scheduler.finished(chunk.nbytes)
+            self._table.fail(part, error)
+            return
+        movement.in_flight += 1
+        movement.flow.in_flight += 1
+        self.in_flight += 1
+        movement.unsubmitted[chunk.layer] -= chunk.nbytes
+        if not movement.unsubmitted[chunk.layer]:
+            self._submitted(part, chunk.layer, event)  # the stream is in order: it covers the layer
+        try:
+            finished = event.done()
+        except DeviceError as error:
+            self._completed(movement, chunk, error)
+            return
+        if finished:
+            self._completed(movement, chunk, None)
+        else:
+            self._poller.watch(
+                event, movement.stream, lambda error: self._completed(movement, chunk, error)
+            )
+
+    def _completed(self, movement: _Movement, chunk: Chunk, error: AiokvError | None) -> None:
+        part = movement.part
+        movement.in_flight -= 1
+        movement.flow.in_flight -= 1
+        self.in_flight -= 1
+        self._scheduler.finished(chunk.nbytes)
+        self._wake()
+        self._drop_flow(movement.flow)
+        if movement.stopped:
+            if not movement.in_flight:
+                self._table.quiet(part)
+            return
+        if error is not None:
+            self._table.fail(part, error)
+            return
+        session = part.session
+        if part.role == "consumer" and session is not None and self._clock() > session.lease_held:
+            # It ended after the time that the producer vouched for. Once the producer confirms
+            # that it still holds the blocks, the same bytes are read again.
+            movement.held_back.append(chunk)
+            return
+        self._landed(movement, chunk.layer, chunk.nbytes)
+
+    def _landed(self, movement: _Movement, layer: int, nbytes: int) -> None:
+        part = movement.part
+        movement.missing[layer] -= nbytes
+        self._moved(part, nbytes)
+        if part.role == "consumer" and not movement.missing[layer]:
+            self._table.copied(part, 1 << layer)
+
+    # -- two-sided links
+
+    def _receiver(self, movement: _Movement) -> Callable[[int, int], None]:
+        def landed(layer: int, nbytes: int) -> None:
+            if not movement.stopped and movement.part.state in (State.GRANTED, State.MOVING):
+                self._table.moving(movement.part)
+                self._landed(movement, layer, nbytes)
+                self._wake()
+
+        return landed
+
+    def _writable(self, flow: _Flow) -> None:
+        self._scheduler.unblock(flow)
+        self._wake()
+
+
+def _layers(mask: int) -> Iterator[int]:
+    """The bits of a mask, lowest first."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low

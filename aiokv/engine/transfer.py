@@ -1,0 +1,332 @@
+"""What a caller holds of a transfer: the producer's ``Offer`` and the consumer's ``Fetch``.
+
+Both are async context managers. Inside, the transfer runs; leaving normally waits until it is
+over; leaving by an exception gives it up on both sides. In either case what comes after the
+``async with`` can use the blocks: nothing in flight touches them any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from aiokv.device.base import Event, Stream
+from aiokv.engine.bell import Bell
+from aiokv.errors import AiokvError, LocalProtocolError, TransferAborted
+from aiokv.proto.parts import State
+from aiokv.proto.transfers import Fetching, Offering, Part, Transfer
+
+if TYPE_CHECKING:
+    from aiokv.engine.engine import TransferEngine
+
+__all__ = ["Fetch", "Offer", "Progress"]
+
+_log = logging.getLogger("aiokv")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a transfer has got, at one moment."""
+
+    #: Bytes in place (fetch), or handed over (offer on a transport that sends), so far.
+    bytes_moved: int
+    #: Bytes that the transfer moves in all; 0 while that isn't known yet.
+    bytes_total: int
+    #: Layers that are in place (fetch), or announced as ready (offer).
+    layers: int
+    #: Parts by state.
+    parts: dict[str, int]
+
+
+class _Handle:
+    """What offers and fetches have in common."""
+
+    def __init__(self, engine: TransferEngine, transfer: Transfer, begin: Callable[[], None]) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._begin = begin
+        self._bell = Bell()
+        self._begun = False
+        #: Somebody saw how it ended.
+        self._observed = False
+        self.bytes_moved = 0
+        self.bytes_total = 0
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._transfer} {self.explain()}>"
+
+    def __del__(self) -> None:
+        # As asyncio does for a task whose exception nobody retrieved.
+        if self._begun and not self._observed and self._transfer.error is not None:
+            _log.error("%s of %s failed and nobody saw: %s", type(self).__name__, self._transfer, self.error)
+
+    @property
+    def transfer_id(self) -> str:
+        """The id that the router or caller issued."""
+        return self._transfer.tid
+
+    @property
+    def attempt(self) -> int:
+        """Which attempt at this id it is."""
+        return self._transfer.attempt
+
+    @property
+    def error(self) -> AiokvError | None:
+        """Why the transfer failed, as far as it has; None while all is well."""
+        return self._transfer.error
+
+    @property
+    def progress(self) -> Progress:
+        """How far it has got."""
+        parts: dict[str, int] = {}
+        for part in self._transfer.parts:
+            parts[part.state.value] = parts.get(part.state.value, 0) + 1
+        return Progress(self.bytes_moved, self.bytes_total, self._layers().bit_count(), parts)
+
+    def _layers(self) -> int:
+        raise NotImplementedError
+
+    def explain(self) -> str:
+        """One line for a person: what each part waits for, and for how long it still may."""
+        if not self._begun:
+            return "not begun"
+        return "; ".join(self._engine._explain(part) for part in self._transfer.parts)
+
+    def done(self) -> bool:
+        """Whether the transfer is over and its blocks are quiet. Never blocks."""
+        return self._transfer.resolved
+
+    def start(self) -> None:
+        """Begin without ``async with``; then ``wait`` (or ``cancel`` and ``wait``) ends it.
+
+        Raises:
+            LocalProtocolError: It was begun before.
+            InvalidBlocks, BusyError, CapacityError, ClosedError: It can't begin; nothing was taken.
+        """
+        if self._begun:
+            raise LocalProtocolError(f"transfer {self._transfer} was begun before")
+        self._begin()
+        self._begun = True
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """Give the transfer up on both sides. Never blocks; ``wait`` tells when it is quiet."""
+        error = TransferAborted(f"transfer {self._transfer}: {reason} here")
+        self._engine._abort(self._transfer, error, "cancelled")
+
+    async def wait(self) -> None:
+        """Wait until the transfer is over and nothing in flight touches its blocks.
+
+        Any number of tasks may wait; cancelling one of them changes nothing for the transfer.
+
+        Raises:
+            AiokvError: The transfer failed; which error says why.
+        """
+        if not self._begun:
+            raise LocalProtocolError(f"transfer {self._transfer} was not begun")
+        while not self._transfer.resolved:
+            await self._bell.wait()
+        self._raise()
+
+    def _raise(self) -> None:
+        self._observed = True
+        if self._transfer.error is not None:
+            raise _again(self._transfer.error)
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._complete()
+            try:
+                await self.wait()
+            except asyncio.CancelledError as cancelled:
+                await self._give_up(cancelled)
+                raise
+        else:
+            await self._give_up(error)
+
+    def _complete(self) -> None:
+        """The body of the ``async with`` was left normally."""
+
+    async def _give_up(self, error: BaseException) -> None:
+        """Abort, and come back only once the blocks are quiet, however often we are cancelled."""
+        self._observed = True
+        cancelled = isinstance(error, asyncio.CancelledError)
+        if not self._transfer.resolved:
+            what = "cancelled" if cancelled else f"{type(error).__name__}: {error}"
+            abort = TransferAborted(f"transfer {self._transfer}: {what}")
+            self._engine._abort(self._transfer, abort, "cancelled" if cancelled else "failed")
+        again: asyncio.CancelledError | None = None
+        while not self._transfer.resolved:
+            try:
+                await self._bell.wait()
+            except asyncio.CancelledError as more:
+                again = more
+        if again is not None and not cancelled:
+            raise again
+
+    # -- called by the engine
+
+    def _changed(self) -> None:
+        """Something that a waiter may wait for has happened."""
+        self._bell.ring()
+
+
+class Offer(_Handle):
+    """The producer's side of a transfer; made by ``TransferEngine.offer``."""
+
+    _transfer: Offering
+
+    def __init__(self, engine: TransferEngine, transfer: Offering, begin: Callable[[], None]) -> None:
+        super().__init__(engine, transfer, begin)
+        #: Layers announced so far, as a bit mask; may be written from the model's thread.
+        self._announced = 0
+
+    def layer_ready(self, layer: int, *, stream: object | None = None) -> None:
+        """Say that a layer of all blocks is written, as of what is enqueued on ``stream`` now.
+
+        May be called from any thread, in any order of layers. Never blocks. Does nothing once the
+        transfer is over.
+
+        Args:
+            layer: Model-wide index of the layer.
+            stream: The stream that writes it: anything with ``__cuda_stream__``; by default the
+                calling thread's current stream.
+
+        Raises:
+            IndexError: There is no such layer.
+            LocalProtocolError: The layer was announced before.
+            DeviceError: The stream belongs to another device.
+        """
+        self._engine._layer_ready(self, layer, stream)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens offered."""
+        return self._transfer.tokens
+
+    def _layers(self) -> int:
+        return self._transfer.ready
+
+    def _announce(self, layer: int) -> None:
+        if self._announced >> layer & 1:
+            raise LocalProtocolError(f"layer {layer} of transfer {self._transfer} was announced before")
+        self._announced |= 1 << layer
+
+    def _complete(self) -> None:
+        self._engine._all_ready(self)
+
+
+class Fetch(_Handle):
+    """The consumer's side of a transfer; made by ``TransferEngine.fetch``."""
+
+    _transfer: Fetching
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        transfer: Fetching,
+        begin: Callable[[], None],
+        stream: Stream,
+    ) -> None:
+        super().__init__(engine, transfer, begin)
+        #: What the caller enqueues here later sees what landed.
+        self.stream = stream
+        self._submitted: dict[Part, int] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the transfer moves up to; -1 while that isn't known."""
+        return max((part.tokens for part in self._transfer.parts), default=-1)
+
+    async def layer(self, layer: int) -> None:
+        """Wait until a layer is in place, from all sources.
+
+        It is then also ordered before whatever ``stream`` (of the fetch) gets next.
+
+        Raises:
+            IndexError: There is no such layer.
+            AiokvError: The transfer failed before.
+        """
+        await self._until(layer, self._layers)
+
+    async def layer_ordered(self, layer: int) -> None:
+        """Wait until a layer's copies are ordered before what ``stream`` (of the fetch) gets next.
+
+        Returns earlier than ``layer``, since the copies need not have completed. What is computed on
+        the layer may be trusted only once the transfer has ended well.
+
+        Raises:
+            IndexError: There is no such layer.
+            AiokvError: The transfer failed before.
+        """
+        await self._until(layer, self._ordered)
+
+    async def _until(self, layer: int, reached: Callable[[], int]) -> None:
+        if not 0 <= layer < self._engine.layout.layers:
+            raise IndexError(f"layer {layer} is not one of 0..{self._engine.layout.layers - 1}")
+        if not self._begun:
+            raise LocalProtocolError(f"transfer {self._transfer} was not begun")
+        while True:
+            if self._transfer.error is not None:
+                self._raise()
+            if reached() >> layer & 1:
+                return
+            await self._bell.wait()
+
+    async def layers(self) -> AsyncIterator[int]:
+        """The layers as they land, each once, in the order in which they do.
+
+        Raises:
+            AiokvError: The transfer failed; layers yielded before are in place all the same.
+        """
+        seen = 0
+        everything = (1 << self._engine.layout.layers) - 1
+        while seen != everything:
+            new = self._layers() & ~seen
+            if not new:
+                if self._transfer.error is not None:
+                    self._raise()
+                await self._bell.wait()
+                continue
+            lowest = new & -new
+            seen |= lowest
+            yield lowest.bit_length() - 1
+
+    def _layers(self) -> int:
+        landed = (1 << self._engine.layout.layers) - 1
+        for part in self._transfer.parts:
+            if part.state is not State.LANDED:
+                landed &= part.landed
+        return landed
+
+    def _ordered(self) -> int:
+        ordered = (1 << self._engine.layout.layers) - 1
+        for part in self._transfer.parts:
+            if part.state is not State.LANDED:
+                ordered &= part.landed | self._submitted.get(part, 0)
+        return ordered
+
+    def _note_submitted(self, part: Part, layer: int, event: Event) -> None:
+        """The engine enqueued the last copy of a layer of a part."""
+        self.stream.wait(event)
+        self._submitted[part] = self._submitted.get(part, 0) | 1 << layer
+        self._changed()
+
+
+def _again(error: AiokvError) -> AiokvError:
+    """A fresh copy to raise: several tasks may raise the same error, each with its own traceback."""
+    copy = type(error)(*error.args)
+    copy.__cause__ = error.__cause__
+    return copy
