@@ -73,7 +73,9 @@ class HostBuffer:
             fd = os.memfd_create("aiokv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.posix_fallocate(fd, 0, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            mapping = mmap.mmap(fd, nbytes)
+            # Pages are all there; their table entries too, so that no copy has to fault them in.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            mapping = mmap.mmap(fd, nbytes, flags=flags)
         except (OSError, ValueError, OverflowError) as error:
             if fd >= 0:
                 os.close(fd)

@@ -44,6 +44,11 @@ class GroupBlocks:
     #: Block ids.
     ids: Offsets
 
+    def __post_init__(self) -> None:
+        """Refuse ids of another type: their bytes are looked at as 64-bit integers."""
+        if self.ids.dtype != np.int64 or self.ids.ndim != 1:
+            raise TypeError(f"block ids must be a vector of int64, not {self.ids.ndim}-d {self.ids.dtype}")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
@@ -298,8 +303,8 @@ class _End:
     def __init__(self, side: Side, index: int, heads: tuple[int, int], what: str) -> None:
         self.what = f"group {index} of the {what}"
         self.group: GroupLayout = side.layout.groups[index]
+        self.placement = side.placement
         self.place = side.placement.groups[index]
-        self.buffers = side.placement.buffers
         self.blocks = side.blocks[index]
         self.size = self.group.block_size
         self.heads = (0, 1) if self.group.total_heads == 1 else heads
@@ -321,19 +326,22 @@ class _End:
         if listed < hi:
             raise InvalidBlocks(f"{self.what}: {len(self.blocks.ids)} blocks end at token {listed} of {hi}")
         used = self.blocks.ids[lo // self.size - self.first_block : -(-hi // self.size) - self.first_block]
-        least, most = int(used.min()), int(used.max())
-        if least < 0 or most >= self.group.blocks:
-            raise InvalidBlocks(f"{self.what}: ids {least}..{most} are not in 0..{self.group.blocks - 1}")
+        # One pass for both ends of the range: as an unsigned number, a negative id is a huge one.
+        most = int(used.view(np.uint64).max())
+        if most >= self.group.blocks:
+            raise InvalidBlocks(
+                f"{self.what}: ids {used.min()}..{used.max()} are not in 0..{self.group.blocks - 1}"
+            )
         # In Python's integers, since a made-up placement could overflow 64 bits.
         stride_b, stride_s, stride_t, stride_h = self.place.strides
         reach = most * stride_b + (self.size - 1) * stride_t + self.group.head_bytes
         reach += self.head_offset + (self.heads[1] - self.heads[0] - 1) * stride_h
         if self.group.halves > self.group.planes:
             reach += stride_s
-        buffers = self.buffers
+        room = [size - reach for size in self.placement.buffers]
         for planes in self.place.layers:
             for buffer, offset in planes:
-                if offset < 0 or offset + reach > buffers[buffer]:
+                if not 0 <= offset <= room[buffer]:
                     raise InvalidBlocks(f"{self.what}: block {most} reaches beyond buffer {buffer}")
 
     def offsets(self, starts: range | Offsets) -> Offsets:
@@ -440,27 +448,21 @@ def _pays(
     if loops or not joined[0] or len(src) < 4:
         return False
     found = _joins(src, dst, run, run)
-    return found is not None and 4 * (len(src) - int(found.sum())) <= len(src)
+    return found is not None and 4 * (len(src) - int(np.count_nonzero(found))) <= len(src)
 
 
 def _joins(src: Offsets, dst: Offsets, src_span: int, dst_span: int) -> NDArray[np.bool_] | None:
     """Where a piece ends on both sides as the next one begins; None when nowhere."""
     found: NDArray[np.bool_] = src[1:] - src[:-1] == src_span
-    if not found.any():
+    if not np.count_nonzero(found):
         return None
     found &= dst[1:] - dst[:-1] == dst_span
-    return found if found.any() else None
+    return found if np.count_nonzero(found) else None
 
 
 def _section(src: Offsets, dst: Offsets, loops: list[_Loop], run: int) -> Section:
-    return Section(
-        src=src,
-        dst=dst,
-        shape=tuple(loop[0] for loop in loops),
-        src_strides=tuple(loop[1] for loop in loops),
-        dst_strides=tuple(loop[2] for loop in loops),
-        run=run,
-    )
+    shape, src_strides, dst_strides = zip(*loops, strict=True) if loops else ((), (), ())
+    return Section(src, dst, shape, src_strides, dst_strides, run)
 
 
 def _steps(shape: tuple[int, ...], strides: tuple[int, ...]) -> Offsets:

@@ -1,0 +1,253 @@
+"""Layouts and placements: what they say of memory, and what they refuse."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiokv.errors import LayoutMismatch, Refused
+from aiokv.proto.layout import CacheLayout, GroupLayout, GroupPlacement, Placement, itemsize
+
+GROUP = GroupLayout(
+    layers=(0, 1), blocks=5, block_size=4, heads=(2, 4), total_heads=8, head_size=16, dtype="bfloat16"
+)
+LATENT = GroupLayout(
+    layers=(2,),
+    blocks=7,
+    block_size=8,
+    heads=(0, 1),
+    total_heads=1,
+    head_size=10,
+    dtype="float8_e4m3fn",
+    axes="btd",
+    kind="mla",
+)
+LAYOUT = CacheLayout(groups=(GROUP, LATENT), model=b"one")
+
+
+def changed(group: GroupLayout, **changes: object) -> GroupLayout:
+    return msgspec.structs.replace(group, **changes)
+
+
+# -- one group --------------------------------------------------------------------------------------
+
+
+def test_sizes_of_a_group() -> None:
+    assert (GROUP.head_count, GROUP.planes, GROUP.halves) == (2, 1, 2)
+    assert GROUP.shape == (2, 5, 4, 2, 16)
+    assert GROUP.head_bytes == 32
+    assert GROUP.token_bytes == 2 * 2 * 32
+    assert GROUP.block_bytes == 4 * 128
+
+
+def test_sizes_of_a_split_group() -> None:
+    split = changed(GROUP, axes="bhtd", split=True)
+    assert (split.planes, split.halves) == (2, 2)
+    assert split.shape == (5, 2, 4, 16)
+    assert split.block_bytes == GROUP.block_bytes
+
+
+def test_sizes_of_a_latent_group() -> None:
+    assert (LATENT.planes, LATENT.halves, LATENT.shape) == (1, 1, (7, 8, 10))
+    assert LATENT.block_bytes == 8 * 10
+
+
+@pytest.mark.parametrize(
+    ("axes", "split"),
+    [("sbthd", False), ("bsthd", False), ("bshtd", False), ("bhtsd", False), ("bthd", True), ("bhtd", True)],
+)
+def test_dense_strides_are_those_of_a_contiguous_array(axes: str, split: bool) -> None:
+    group = changed(GROUP, axes=axes, split=split)
+    array = np.zeros(group.shape, dtype=np.uint16)
+    found = dict(zip(axes, array.strides, strict=True))
+    assert group.dense_strides() == (found["b"], found.get("s", 0), found["t"], found["h"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": ()}, "layers"),
+        ({"layers": (1, 0)}, "layers"),
+        ({"layers": (0, 0)}, "layers"),
+        ({"layers": (-1, 0)}, "layers"),
+        ({"blocks": 0}, "blocks"),
+        ({"block_size": -1}, "block_size"),
+        ({"head_size": 0}, "head_size"),
+        ({"total_heads": 2**40}, "total_heads"),
+        ({"heads": (3, 3)}, "heads"),
+        ({"heads": (-1, 3)}, "heads"),
+        ({"heads": (6, 9)}, "heads"),
+        ({"dtype": "int7"}, "unknown dtype 'int7'; known are bfloat16"),
+        ({"axes": "sbth"}, "axes"),
+        ({"axes": "sbtdh"}, "must be the last axis"),
+        ({"axes": "sbthhd"}, "axes"),
+        ({"axes": "sbthxd"}, "axes"),
+        ({"axes": "sthd"}, "axes"),
+        ({"axes": "sbtd"}, "there are 2 heads"),
+        ({"split": True}, "have an s"),
+    ],
+)
+def test_what_no_cache_can_be_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        changed(GROUP, **changes)
+    sent = msgspec.to_builtins(GROUP)
+    for name, value in changes.items():
+        sent[GROUP.__struct_fields__.index(name)] = value
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=GroupLayout)
+
+
+def test_itemsize() -> None:
+    assert [itemsize(name) for name in ("float32", "bfloat16", "float8_e5m2")] == [4, 2, 1]
+
+
+# -- a cache ----------------------------------------------------------------------------------------
+
+
+def test_layers_belong_to_groups() -> None:
+    assert LAYOUT.layers == 3
+    assert [LAYOUT.group_of(layer) for layer in range(3)] == [0, 0, 1]
+    with pytest.raises(IndexError, match=r"layer 3 is not one of 0\.\.2"):
+        LAYOUT.group_of(3)
+
+
+@pytest.mark.parametrize(
+    ("groups", "model"),
+    [((), b""), ((GROUP,), b"x" * 257), ((GROUP, GROUP), b""), ((changed(GROUP, layers=(0, 2)),), b"")],
+)
+def test_caches_that_cannot_be_are_refused(groups: tuple[GroupLayout, ...], model: bytes) -> None:
+    with pytest.raises(ValueError, match=r"group|fingerprint"):
+        CacheLayout(groups=groups, model=model)
+
+
+def test_attention_is_one_group() -> None:
+    layout = CacheLayout.attention(
+        layers=2, blocks=5, block_size=4, heads=8, head_size=16, dtype="bfloat16", rank_heads=(2, 4)
+    )
+    assert layout.groups == (GROUP,)
+    whole = CacheLayout.attention(
+        layers=1, blocks=1, block_size=1, heads=3, head_size=2, dtype="int8", axes="bthd", split=True
+    )
+    assert (whole.groups[0].heads, whole.groups[0].split, whole.model) == ((0, 3), True, b"")
+
+
+def test_a_layout_survives_the_wire() -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(LAYOUT), type=CacheLayout) == LAYOUT
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"blocks": 99},
+        {"block_size": 16},
+        {"axes": "bhtsd"},
+        {"axes": "bthd", "split": True},
+        {"heads": (0, 8)},
+    ],
+)
+def test_what_a_plan_can_bridge_is_compatible(changes: dict[str, object]) -> None:
+    other = CacheLayout(groups=(changed(GROUP, **changes), LATENT), model=b"one")
+    assert list(LAYOUT.differences(other)) == []
+    LAYOUT.check_compatible(other, "x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_size": 32}, "group 0: head_size 16 against 32"),
+        ({"dtype": "float16"}, "group 0: dtype bfloat16 against float16"),
+        ({"total_heads": 16}, "group 0: total_heads 8 against 16"),
+        ({"kind": "window"}, "group 0: kind attention against window"),
+        ({"window": 128}, "group 0: window 0 against 128"),
+        ({"axes": "bthd"}, "group 0: halves 2 against 1"),
+    ],
+)
+def test_what_it_cannot_bridge_is_named(changes: dict[str, object], message: str) -> None:
+    other = CacheLayout(groups=(changed(GROUP, **changes), LATENT), model=b"one")
+    assert list(LAYOUT.differences(other)) == [message]
+    with pytest.raises(LayoutMismatch, match=message) as caught:
+        LAYOUT.check_compatible(other, "tcp://x")
+    assert "tcp://x" in str(caught.value)
+    assert isinstance(caught.value, Refused)
+
+
+def test_every_difference_is_named() -> None:
+    one = CacheLayout(groups=(changed(GROUP, layers=(0, 1, 2)),), model=b"two")
+    two = CacheLayout(groups=(changed(GROUP, dtype="int8"),))
+    assert list(one.differences(two)) == [
+        "model fingerprint 74776f against empty",
+        "group 0: layers 3 layers against 2 layers",
+        "group 0: dtype bfloat16 against int8",
+    ]
+    assert list(LAYOUT.differences(two)) == [
+        "model fingerprint 6f6e65 against empty",
+        "2 KV cache groups against 1",
+    ]
+
+
+# -- placements -------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from([1, 64, 4096]))
+def test_a_dense_placement_is_aligned_and_without_overlap(align: int) -> None:
+    split = CacheLayout(groups=(changed(GROUP, axes="bthd", split=True), LATENT))
+    placement = Placement.dense(split, align)
+    placement.check(split)
+    spans = []
+    for group, place in zip(split.groups, placement.groups, strict=True):
+        assert place.strides == group.dense_strides()
+        size = group.blocks * group.block_bytes // group.planes
+        spans += [(offset, offset + size) for planes in place.layers for _, offset in planes]
+    assert len(spans) == 5
+    assert all(first % align == 0 for first, _ in spans)
+    assert all(end <= first for (_, end), (first, _) in pairwise(spans))
+    assert placement.buffers[0] - spans[-1][1] < align
+
+
+def test_a_placement_survives_the_wire() -> None:
+    placement = Placement.dense(LAYOUT)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(placement), type=Placement) == placement
+
+
+SMALL = CacheLayout(groups=(changed(GROUP, layers=(0,)),))
+SIZE = 5 * 512
+
+
+def placed(strides: tuple[int, int, int, int], *planes: tuple[int, int]) -> GroupPlacement:
+    return GroupPlacement(strides=strides, layers=(planes,))
+
+
+STRIDES = SMALL.groups[0].dense_strides()
+
+
+def test_a_placement_may_fill_its_buffer() -> None:
+    Placement(buffers=(8, SIZE + 3), groups=(placed(STRIDES, (1, 3)),)).check(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (placed(STRIDES, (0, 1)), "beyond buffer 0"),
+        (placed(STRIDES, (0, -1)), "beyond buffer 0"),
+        (placed(STRIDES, (0, 2**80)), "beyond buffer 0"),
+        (placed(STRIDES, (1, 0)), "no buffer 1"),
+        (placed(STRIDES, (-1, 0)), "no buffer -1"),
+        (placed((STRIDES[0] + 1, *STRIDES[1:]), (0, 0)), "beyond buffer 0"),
+        (placed((-1, *STRIDES[1:]), (0, 0)), "strides out of range"),
+        (placed((2**48, *STRIDES[1:]), (0, 0)), "strides out of range"),
+        (placed(STRIDES, (0, 0), (0, 0)), "2 tensors instead of 1"),
+        (GroupPlacement(strides=STRIDES, layers=()), "different numbers of layers"),
+        (None, "different numbers of groups"),
+    ],
+)
+def test_a_placement_that_leads_out_of_its_buffers_is_refused(
+    group: GroupPlacement | None, message: str
+) -> None:
+    placement = Placement(buffers=(SIZE,), groups=(group,) if group else ())
+    with pytest.raises(ValueError, match=message):
+        placement.check(SMALL)
