@@ -11,6 +11,7 @@ import pytest
 
 from aiokv.device.host import HostDevice
 from aiokv.device.mocked import MockedBuffer, MockedDevice, MockedEvent, MockedStream
+from aiokv.device.poller import CompletionPoller
 from aiokv.errors import DeviceError
 from aiokv.proto.layout import CacheLayout, Placement
 from aiokv.proto.plan import CopyPlan, GroupBlocks, Side, plan_copy
@@ -507,6 +508,7 @@ async def test_steps_what_another_thread_submits(device: MockedDevice) -> None:
     thread = threading.Thread(target=lambda: events.append(device.stream().record()))
     thread.start()
     thread.join()
-    while not events[0].done():
-        await asyncio.sleep(0.001)
+    poller = CompletionPoller(asyncio.get_running_loop())
+    await poller.wait(events[0], "stream")
+    poller.close()
     stepping.close()
