@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import pytest
+
+from aiokv.device.cache import KVCache
+from aiokv.device.mocked import MockedDevice
+from aiokv.proto.layout import CacheLayout
+from aiokv.testing.transport_kit import Kit
+from aiokv.testing.transports import CASES, Case
+from aiokv.transports.base import Transport
+from aiokv.transports.memory import MemoryHub, MemoryTransport
+from aiokv.transports.shm import ShmTransport
+
+
+class MemoryKit(Kit):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.hub = MemoryHub()
+
+    def make_transport(self) -> Transport:
+        return MemoryTransport(self.hub)
+
+
+class MockedKit(MemoryKit):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.device = MockedDevice(seed)
+
+    def make_cache(self, layout: CacheLayout) -> KVCache:
+        return KVCache.allocate(layout, device=self.device)
+
+    async def drive(self) -> None:
+        self.device.run()
+        assert not self.device.hazards
+
+
+class ShmKit(Kit):
+    def make_transport(self) -> Transport:
+        return ShmTransport()
+
+
+KITS = {"memory": MemoryKit, "mocked": MockedKit, "shm": ShmKit}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("kind", KITS)
+async def test_conformance(kind: str, case: Case, seed: int) -> None:
+    async with KITS[kind](seed) as kit:
+        await case(kit)
