@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 import random
 import threading
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -28,17 +28,40 @@ FAILED = pytest.StashKey[bool]()
 # -- two event loops ------------------------------------------------------------------------------
 
 
+def show_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Say where each task stands, for a test that hung: its own traceback ends in the selector."""
+    for task in asyncio.all_tasks(loop):
+        task.print_stack()
+
+
 class DebugLoop(asyncio.SelectorEventLoop):
-    """asyncio's own loop, always in debug mode: pytest-asyncio knows one switch for all loops."""
+    """asyncio's own loop, always in debug mode: pytest-asyncio has one switch for all loops."""
 
     def set_debug(self, enabled: bool) -> None:
         super().set_debug(True)
+
+    def run_forever(self) -> None:
+        try:
+            super().run_forever()
+        except pytest.fail.Exception:  # the test's time-out, raised in the selector
+            show_tasks(self)
+            raise
+
+
+class UvLoop(uvloop.Loop):
+    """uvloop, stopped by a test's time-out, which it would hand to the exception handler and wait on."""
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if isinstance(context.get("exception"), pytest.fail.Exception):
+            show_tasks(self)
+            self.stop()
+        super().call_exception_handler(context)
 
 
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"debug": DebugLoop, "uvloop": uvloop.new_event_loop}
+    return {"debug": DebugLoop, "uvloop": UvLoop}
 
 
 # -- one seed -------------------------------------------------------------------------------------
@@ -50,6 +73,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    UvLoop().close()  # the first one makes a pipe that the process keeps; it is no test's leak
     if config.option.seed is None:
         config.option.seed = random.SystemRandom().getrandbits(32)
     if config.getoption("--hypothesis-seed") is None:
@@ -90,7 +114,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def blocking_calls() -> BlockBuster:
-    """Makes sleep, locks, files, sockets and DNS raise where aiokv calls them and they'd block a running loop."""
+    """Makes sleep, locks, files, sockets and DNS raise, where aiokv calls them and a loop would wait."""
     trap = BlockBuster("aiokv")
     for name in ("os.fsync", "socket.getaddrinfo", "socket.gethostbyname", "subprocess.Popen.wait"):
         trap.functions[name] = BlockBusterFunction(None, name, scanned_modules="aiokv")
@@ -123,9 +147,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 def held() -> set[str]:
     """What this process holds and a test could leave behind, a line for each."""
     lines = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that this listing uses
-            lines.add(f"descriptor {fd}: {os.readlink(f'/proc/self/fd/{fd}')}")
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one that lists the others
+            lines.add(f"descriptor {descriptor.name}: {descriptor.readlink()}")
     for children in Path("/proc/self/task").glob("*/children"):
         lines.update(f"process {pid}" for pid in children.read_text().split())
     for mapping in Path("/proc/self/maps").read_text().splitlines():
@@ -154,7 +178,9 @@ async def quiet_loop(request: pytest.FixtureRequest) -> AsyncIterator[None]:
     """Fail a test that leaves a task pending, or an error to the loop's own handler."""
     errors: list[str] = []
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: errors.append(repr(context)))
+    loop.set_exception_handler(
+        lambda _, context: errors.append(f"{context['message']}: {context.get('exception')!r}")
+    )
     yield
     if request.node.stash.get(FAILED, False):
         return
