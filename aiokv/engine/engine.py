@@ -43,7 +43,8 @@ from aiokv.proto.messages import OLDEST_VERSION, VERSION, Hello, Message
 from aiokv.proto.plan import GroupBlocks
 from aiokv.proto.session import Identity, Phase, Session
 from aiokv.proto.settings import SECOND, Settings
-from aiokv.proto.transfers import Action, ActionKind, Fetching, Offering, Part, Table, Transfer
+from aiokv.proto.table import Table
+from aiokv.proto.transfers import Action, ActionKind, Fetching, Offering, Part, Transfer
 from aiokv.transports.base import Link, Transport
 
 __all__ = ["Blocks", "TransferEngine"]
@@ -334,7 +335,7 @@ class TransferEngine:
             offering.deadline = self._deadline(deadline)
             sessions: list[Session | None] = [self._peers.session(address) for address in addresses]
             sessions += [None] * (readers - len(sessions))
-            self._begin(offering, offer, lambda now: self._table.offer(offering, sessions, now), write=False)
+            self._begin(offering, offer, lambda now: self._table.producer.offer(offering, sessions, now), write=False)
 
         offer = Offer(self, offering, begin)
         return offer
@@ -408,7 +409,7 @@ class TransferEngine:
             self._after[fetching] = adopted.record()
             try:
                 self._begin(
-                    fetching, fetch, lambda now: self._table.fetch(fetching, sessions, parts, now), write=True
+                    fetching, fetch, lambda now: self._table.consumer.fetch(fetching, sessions, parts, now), write=True
                 )
             except BaseException:
                 del self._after[fetching]
@@ -424,10 +425,10 @@ class TransferEngine:
             bytes_received=self._received,
             bytes_sent=self._sent,
             parts_ended=dict(self._ended),
-            offers=len(self._table.offerings),
-            fetches=len(self._table.fetchings),
-            parts=len(self._table.parts),
-            parked=self._table.parked,
+            offers=self._table.count("producer"),
+            fetches=self._table.count("consumer"),
+            parts=len(self._table.ledger.parts),
+            parked=len(self._table.waiting),
             leases=self._leases.out,
             blocks_held=self._leases.held(),
             quarantined=len(self._quarantined),
@@ -497,7 +498,7 @@ class TransferEngine:
     # -- called by offers and fetches
 
     def _explain(self, part: Part) -> str:
-        return self._table.explain(part, self._clock())
+        return self._table.ledger.explain(part, self._clock())
 
     def _abort(self, transfer: Transfer, error: AiokvError, reason: str) -> None:
         self._table.abort(transfer, error, reason)
@@ -547,7 +548,7 @@ class TransferEngine:
         self._poller.watch(event, event, done)
 
     def _ready(self, offer: Offer, mask: int) -> None:
-        self._table.layers_ready(offer._transfer, mask, self._clock())
+        self._table.producer.layers_ready(offer._transfer, mask)
         offer._changed()
         self._wake()
 
@@ -569,7 +570,7 @@ class TransferEngine:
         self._table.receive(session, message, self._clock())
 
     def _on_up(self, session: Session) -> None:
-        for part in [p for p in self._table.parts.values() if p.session is session]:
+        for part in self._table.parts_of(session):
             self._connect(part)
 
     def _on_session_ended(self, session: Session, error: AiokvError, certain: bool) -> None:
@@ -579,19 +580,14 @@ class TransferEngine:
     def _on_linked(self, session: Session, error: AiokvError | None) -> None:
         now = self._clock()
         peer = self._peers.peer_of(session)
-        for part in [p for p in self._table.parts.values() if p.session is session and p.role == "consumer"]:
+        for part in self._table.parts_of(session):
+            if part.role != "consumer" or part.linked:
+                continue
             if error is not None:
-                if not part.linked:
-                    self._table.unlinked(part, error)
+                self._table.fail(part, error)
             elif peer is not None and peer.link is not None and peer.transport is not None:
-                if not part.linked:
-                    self._table.connected(
-                        part,
-                        now,
-                        link=peer.transport.name,
-                        link_id=peer.link.id,
-                        one_sided=peer.transport.one_sided,
-                    )
+                name, one_sided = peer.transport.name, peer.transport.one_sided
+                self._table.consumer.connected(part, now, name, peer.link.id, one_sided=one_sided)
 
     def _on_moved(self, part: Part, nbytes: int) -> None:
         handle = self._handles.get(part.transfer)
@@ -625,7 +621,7 @@ class TransferEngine:
         if self._mover.submit():
             self._wake()
         self._act()
-        self._table.flush()
+        self._table.producer.flush()
         self._peers.flush()
         self._act()
         self._set_timer()
@@ -663,7 +659,7 @@ class TransferEngine:
         if session is None or session.phase is not Phase.UP or part.ended:
             return
         if part.role == "producer":
-            self._table.connected(part, self._clock())
+            self._table.producer.connected(part, self._clock())
         else:
             self._peers.open_link(session, self._tasks)
 
@@ -682,7 +678,7 @@ class TransferEngine:
             self._table.fail(part, failure)
             return
         if part.role == "producer":
-            self._table.accept(part, self._clock())
+            self._table.producer.accept(part, self._clock())
 
     def _link_of(self, part: Part) -> Link:
         session = part.session

@@ -19,7 +19,8 @@ from aiokv.proto.parts import State
 from aiokv.proto.plan import Chunk, CopyPlan, Side, plan_copy
 from aiokv.proto.schedule import ChunkScheduler
 from aiokv.proto.settings import Settings
-from aiokv.proto.transfers import Part, Table
+from aiokv.proto.table import Table
+from aiokv.proto.transfers import Part
 from aiokv.transports.base import Link, PartId
 
 __all__ = ["Mover"]
@@ -159,7 +160,7 @@ class Mover:
                 link.expect(movement.id, plan, self._cache.buffers, self._receiver(movement))
             empty = sum(1 << layer for layer, left in enumerate(movement.missing) if not left)
             if empty:
-                self._table.copied(part, empty)
+                self._table.consumer.copied(part, empty)
         return plan.total
     def move(self, part: Part, mask: int) -> None:
         """Layers may be copied from (consumer), or sent (producer)."""
@@ -177,7 +178,7 @@ class Mover:
         """Submit nothing more of a part; the table hears when nothing is in flight."""
         movement = self._movements.get(part)
         if movement is None:
-            self._table.quiet(part)
+            self._table.ledger.quiet(part)
             return
         movement.stopped = True
         movement.held_back.clear()
@@ -185,7 +186,7 @@ class Mover:
         if part.role == "consumer" and not part.one_sided:
             movement.link.forget(movement.id)
         if not movement.in_flight:
-            self._table.quiet(part)
+            self._table.ledger.quiet(part)
 
     def forget(self, part: Part) -> None:
         """The part ended."""
@@ -291,7 +292,7 @@ class Mover:
         self._drop_flow(movement.flow)
         if movement.stopped:
             if not movement.in_flight:
-                self._table.quiet(part)
+                self._table.ledger.quiet(part)
             return
         if error is not None:
             self._table.fail(part, error)
@@ -309,14 +310,14 @@ class Mover:
         movement.missing[layer] -= nbytes
         self._moved(part, nbytes)
         if part.role == "consumer" and not movement.missing[layer]:
-            self._table.copied(part, 1 << layer)
+            self._table.consumer.copied(part, 1 << layer)
 
     # -- two-sided links
 
     def _receiver(self, movement: _Movement) -> Callable[[int, int], None]:
         def landed(layer: int, nbytes: int) -> None:
             if not movement.stopped and movement.part.state in (State.GRANTED, State.MOVING):
-                self._table.moving(movement.part)
+                self._table.consumer.moving(movement.part)
                 self._landed(movement, layer, nbytes)
                 self._wake()
 

@@ -1,0 +1,259 @@
+"""The parts of one engine's transfers: how they settle, drain and end, whatever their role.
+
+Parts are found by (session, transfer id, attempt, role), so nothing of an old session or attempt
+can find one. The ledger takes the time as an argument, sends messages by the parts' sessions, and
+leaves ``actions`` for the layer above; it does nothing itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+
+from aiokv.errors import AiokvError, BusyError, DeadlineExceeded, DeviceError, PeerLostError, Refused
+from aiokv.errors import TransferAborted
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.messages import Abort, Aborted, Landed, Role
+from aiokv.proto.parts import Event, State
+from aiokv.proto.session import Phase, Session
+from aiokv.proto.settings import Settings
+from aiokv.proto.transfers import Action, ActionKind, Key, Part, Transfer
+from aiokv.proto.waiting import Tombstones
+
+__all__ = ["Ledger"]
+
+#: Text of a message that a peer gets, at most; the same bound is checked on receipt.
+_TEXT = 2048
+
+
+class Ledger:
+    """All transfers and parts of one engine.
+
+    Args:
+        layout: This engine's cache layout.
+        settings: Timers and bounds.
+    """
+
+    def __init__(self, layout: CacheLayout, settings: Settings) -> None:
+        self.layout = layout
+        self.settings = settings
+        #: For the layer above, in order; it empties the list.
+        self.actions: list[Action] = []
+        #: Transfers that are not over.
+        self.transfers: dict[tuple[Key, Role], Transfer] = {}
+        #: Parts that have a session and have not ended.
+        self.parts: dict[tuple[Session, str, int, Role], Part] = {}
+        self.tombstones = Tombstones(settings.tombstone_ns, settings.tombstones)
+        self._timers: list[tuple[int, int, Part]] = []
+        self._order = itertools.count()
+
+    # -- the beginning of parts
+
+    def register(self, transfer: Transfer, role: Role, now: int) -> None:
+        """A new transfer.
+
+        Raises:
+            BusyError: This id and attempt is going on already, or was.
+        """
+        verb = "offered" if role == "producer" else "fetched"
+        if (transfer.key, role) in self.transfers:
+            raise BusyError(f"transfer {transfer} is being {verb} already")
+        if (outcome := self.tombstones.find(transfer.key, role, now)) is not None:
+            raise BusyError(f"transfer {transfer} was {verb} before and {outcome}; use a new attempt number")
+        self.transfers[transfer.key, role] = transfer
+
+    def add_part(self, transfer: Transfer, role: Role, session: Session | None, now: int) -> Part:
+        """A new part, with its peer if that is known."""
+        part = Part(transfer=transfer, role=role, deadline=transfer.deadline)
+        transfer.parts.append(part)
+        self._arm(transfer.deadline, part)
+        if session is not None:
+            self.bind(part, session, now)
+            self.act(ActionKind.CONNECT, part)
+        return part
+
+    def bind(self, part: Part, session: Session, now: int) -> None:
+        """It is known now who is at the other end."""
+        part.session = session
+        self.parts[session, *part.transfer.key, part.role] = part
+        session.add_live(now)
+
+    def find(self, session: Session, key: Key, role: Role) -> Part | None:
+        """The part of this engine, in this role, that a message of a session means."""
+        return self.parts.get((session, *key, role))
+
+    def shorten(self, part: Part, deadline: int) -> None:
+        """The other side's deadline is known; the earlier one holds."""
+        if deadline < part.deadline:
+            part.deadline = deadline
+            self._arm(deadline, part)
+
+    def act(self, kind: ActionKind, part: Part, mask: int = 0) -> None:
+        """Leave something to do for the layer above."""
+        self.actions.append(Action(kind, part, mask))
+
+    # -- the end of parts
+
+    def settle(
+        self, part: Part, event: Event, error: AiokvError | None = None, reason: str = "failed"
+    ) -> None:
+        """Settle a part's outcome, tell the other side, and have this side stop.
+
+        Does nothing to a part whose outcome is settled.
+
+        Args:
+            part: The part.
+            event: DONE, ABORT or FAIL.
+            error: Why, unless DONE.
+            reason: The same in one word, for the other side.
+        """
+        before = part.state
+        if part.ended or before is State.DRAINING:
+            return
+        after = part.life.on(event, error)
+        transfer, session = part.transfer, part.session
+        if error is not None and transfer.error is None:
+            transfer.error = error
+        if event is not Event.DONE and not part.abort_known and session is not None:
+            if session.phase is Phase.UP:
+                session.send(Abort(*transfer.key, part.role, reason, str(error)[:_TEXT]))
+            part.abort_known = True
+        if after is not State.DRAINING:
+            self._end(part)
+        else:
+            self._drain(part, before, event)
+        if event is not Event.DONE and part.role == "consumer":
+            self._abort_siblings(part)
+
+    def _drain(self, part: Part, before: State, event: Event) -> None:
+        """Wait for whatever is in flight; who waits for what depends on who touches our blocks."""
+        part.drain_by = 0
+        self._arm(0, part)  # the bound counts from when a timer first sees the part drain
+        readable = part.role == "producer" and part.one_sided and before is State.MOVING
+        if readable and event is not Event.DONE and part.session is not None:
+            # The consumer may read on until it says ABORTED, is certainly dead, or its lease ends.
+            # What we confirm to it later is no matter: it reads our ABORT before that.
+            part.quiet_at = part.session.lease_given
+        else:
+            self.act(ActionKind.STOP, part)
+
+    def _abort_siblings(self, part: Part) -> None:
+        """A fetch that lacks one part is worth nothing; its other parts need not go on."""
+        for sibling in part.transfer.parts:
+            if sibling is not part and not sibling.ended:
+                error = TransferAborted(f"transfer {part.transfer}: another part failed: {part.life.error}")
+                self.settle(sibling, Event.ABORT, error, "sibling")
+
+    def quiet(self, part: Part) -> None:
+        """Nothing in flight on this side, or by the peer, can touch the part's blocks any more."""
+        if part.state is State.DRAINING:
+            part.life.on(Event.QUIET)
+            self._end(part)
+
+    def unreachable(self, part: Part, error: AiokvError) -> None:
+        """The part's peer is certainly gone, or its way to our memory is."""
+        self.settle(part, Event.FAIL, error)
+        if part.role == "producer" and part.one_sided:
+            self.quiet(part)
+
+    def _end(self, part: Part) -> None:
+        """The part is over: tell the peer, forget it, and see whether its transfer is over too."""
+        transfer, session = part.transfer, part.session
+        if session is not None:
+            self.parts.pop((session, *transfer.key, part.role), None)
+            session.remove_live()
+            if part.state is not State.LANDED:
+                session.send(Aborted(*transfer.key, part.role))
+            elif part.role == "consumer" and part.link:
+                session.send(Landed(*transfer.key))
+        self.act(ActionKind.ENDED, part)
+        if all(each.ended for each in transfer.parts) and not transfer.resolved:
+            transfer.resolved = True
+            self.transfers.pop((transfer.key, part.role), None)
+            outcome = "landed" if transfer.error is None else f"ended: {transfer.error}"
+            deadline = max(each.deadline for each in transfer.parts)
+            self.tombstones.bury(transfer.key, part.role, outcome, deadline)
+            self.act(ActionKind.RESOLVED, part)
+
+    def lost(self, session: Session, error: AiokvError, *, certain: bool) -> None:
+        """A session ended, and with it its parts.
+
+        Args:
+            session: The session.
+            error: Why.
+            certain: The peer's process, or its way to our memory, is gone too.
+        """
+        for part in [each for each in self.parts.values() if each.session is session]:
+            kind = type(error) if isinstance(error, Refused) else PeerLostError
+            failure = kind(f"transfer {part.transfer}: {error}")
+            if certain:
+                self.unreachable(part, failure)
+            else:
+                self.settle(part, Event.FAIL, failure)
+
+    # -- time
+
+    def _arm(self, when: int, part: Part) -> None:
+        heapq.heappush(self._timers, (when, next(self._order), part))
+
+    def next_timer(self) -> int | None:
+        """When ``handle_timer`` wants to be called (ns), or None if nothing is pending."""
+        while self._timers and self._timers[0][2].ended:
+            heapq.heappop(self._timers)
+        return self._timers[0][0] if self._timers else None
+
+    def handle_timer(self, now: int) -> None:
+        """Let time pass: deadlines, leases, drain bounds."""
+        while self._timers and self._timers[0][0] <= now:
+            _, _, part = heapq.heappop(self._timers)
+            if part.ended:
+                continue
+            if part.state is State.DRAINING:
+                self._draining(part, now)
+            elif now >= part.deadline:
+                text = f"transfer {part.transfer}: deadline passed at the {part.role}, {self.explain(part, now)}"
+                self.settle(part, Event.FAIL, DeadlineExceeded(text), "deadline")
+
+    def _draining(self, part: Part, now: int) -> None:
+        if not part.drain_by:
+            part.drain_by = now + self.settings.drain_ns
+            self._arm(part.drain_by, part)
+            if part.quiet_at:
+                self._arm(part.quiet_at + 1, part)
+        elif part.quiet_at and now > part.quiet_at:
+            self.quiet(part)  # what the consumer reads from now on, it counts as failed
+        elif now >= part.drain_by:
+            bound = self.settings.drain_ns / 1e9
+            text = f"transfer {part.transfer}: blocks not quiet {bound:g} s after it ended; they stay leased"
+            part.life.outcome = State.FAILED
+            part.life.error = part.transfer.error = DeviceError(text)
+            self.act(ActionKind.QUARANTINE, part)
+            self.quiet(part)
+
+    # -- for people
+
+    def explain(self, part: Part, now: int) -> str:
+        """What a part is waiting for, in words."""
+        who = part.session.address if part.session else "anybody"
+        left = f"{max(0, part.deadline - now) / 1e9:.1f} s left"
+        match part.state:
+            case State.OFFERED if part.role == "producer":
+                return f"waiting for GRANT from {who}, {left}"
+            case State.OFFERED if part.session is None:
+                return f"waiting for OFFER from anybody, {left}"
+            case State.OFFERED:
+                what = "the other sources" if part.linked else f"a connection to {who}"
+                return f"waiting for {what}, {left}"
+            case State.GRANTED if part.role == "consumer" and part.tokens < 0:
+                return f"waiting for ACCEPT from {who}, where it is not offered yet, {left}"
+            case State.GRANTED:
+                return f"waiting for the first layer, {who} at the other end, {left}"
+            case State.MOVING:
+                done = (part.landed if part.role == "consumer" else part.ready).bit_count()
+                verb = "landed" if part.role == "consumer" else "announced"
+                return f"{done} of {self.layout.layers} layers {verb}, {who} at the other end, {left}"
+            case State.DRAINING:
+                outcome = part.life.outcome.value if part.life.outcome else "nothing"
+                return f"settled as {outcome}, waiting until it is quiet, {who} at the other end"
+            case _:
+                return f"{part.state.value}, {who} at the other end"

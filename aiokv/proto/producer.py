@@ -1,0 +1,196 @@
+"""The producer's side of transfers: offers, grants that match them, layers that become ready."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiokv.errors import LayoutMismatch, RemoteProtocolError
+from aiokv.proto.ledger import Ledger
+from aiokv.proto.messages import Accept, Grant, Landed, Offer, Ready, Refuse, pack_blocks, unpack_blocks
+from aiokv.proto.parts import Event, State
+from aiokv.proto.session import Session
+from aiokv.proto.transfers import ActionKind, Offering, Part
+from aiokv.proto.waiting import Waiting
+
+__all__ = ["Producer"]
+
+
+class Producer:
+    """Decides about offers.
+
+    Args:
+        ledger: The engine's parts.
+        waiting: Requests that wait for their other half.
+    """
+
+    def __init__(self, ledger: Ledger, waiting: Waiting) -> None:
+        self._ledger = ledger
+        self._waiting = waiting
+        #: Parts whose consumer is to be told of more layers at the end of the turn.
+        self._news: dict[Part, None] = {}
+
+    # -- calls of the user
+
+    def offer(self, offering: Offering, peers: Sequence[Session | None], now: int) -> None:
+        """Register an offer with one part for each reader.
+
+        Args:
+            offering: The offer.
+            peers: For each reader its session (push), or None for whoever grants first.
+            now: The time (ns).
+
+        Raises:
+            BusyError: This id and attempt is offered already, or was.
+        """
+        self._ledger.register(offering, "producer", now)
+        for peer in peers:
+            self._ledger.add_part(offering, "producer", peer, now)
+        for parked in self._waiting.claim(offering.key, "consumer"):
+            if isinstance(parked.message, Grant):
+                self.on_grant(parked.session, parked.message, now, parked.deadline)
+
+    def layers_ready(self, offering: Offering, mask: int) -> None:
+        """Layers of an offer are written, and stay as they are."""
+        new = mask & ~offering.ready
+        if not new or offering.resolved:
+            return
+        offering.ready |= new
+        for part in offering.parts:
+            if part.accepted and part.state in (State.GRANTED, State.MOVING):
+                self._move(part, new)
+
+    # -- reports of the layer above
+
+    def connected(self, part: Part, now: int) -> None:
+        """The session with a named reader is up: tell it of the offer."""
+        session, offering = part.session, part.transfer
+        if part.state is not State.OFFERED or session is None or session.hello is None:
+            return
+        found = list(self._ledger.layout.differences(session.hello.layout))
+        if found:
+            text = f"this cache and that of {session.address} differ: " + "; ".join(found)
+            self._ledger.settle(part, Event.FAIL, LayoutMismatch(text))
+            return
+        session.send(Offer(*offering.key, max(0, part.deadline - now) // 1000, offering.trace))
+
+    def accept(self, part: Part, now: int) -> None:
+        """The layer above can serve the grant that it got START for; say so."""
+        session, offering = part.session, part.transfer
+        if part.state is not State.GRANTED or session is None or not isinstance(offering, Offering):
+            return
+        session.send(
+            Accept(
+                *offering.key,
+                tokens=offering.tokens,
+                blocks=pack_blocks(offering.blocks),
+                ready=self._bitmap(offering.ready if part.one_sided else 0),
+                lease=session.extend_lease(now) if part.one_sided else 0,
+            )
+        )
+        part.accepted = True
+        if not offering.ready:
+            return
+        if part.one_sided:
+            part.ready = offering.ready
+            part.life.on(Event.MOVE)
+        else:
+            self._move(part, offering.ready)
+
+    def flush(self) -> None:
+        """End of a turn: one cumulative READY for each part that has news."""
+        for part in self._news:
+            if part.session is not None and part.state is State.MOVING:
+                part.session.send(Ready(*part.transfer.key, self._bitmap(part.ready)))
+        self._news.clear()
+
+    # -- messages of consumers
+
+    def on_grant(self, session: Session, grant: Grant, now: int, deadline: int) -> None:
+        """A consumer reserved its destination and asks for its share."""
+        key = (grant.tid, grant.attempt)
+        offering = self._ledger.transfers.get((key, "producer"))
+        if not isinstance(offering, Offering):
+            outcome = self._ledger.tombstones.find(key, "producer", now)
+            if outcome is not None:
+                self._refuse(session, grant, "ended", f"the offer {outcome}")
+            elif reason := self._waiting.park(session, grant, "consumer", deadline):
+                self._refuse(session, grant, reason, "the grant may not wait here for its offer")
+            return
+        part = self._reader(session, offering)
+        if isinstance(part, str):
+            self._refuse(session, grant, part, "the offer has no reader left for this engine")
+            return
+        reason, text = self._fault(session, offering, grant)
+        if reason:
+            self._refuse(session, grant, reason, text)
+            return
+        if part.session is None:
+            self._ledger.bind(part, session, now)
+        part.life.on(Event.GRANT)
+        if not grant.link:  # the consumer has it all
+            self._ledger.settle(part, Event.DONE)
+            return
+        part.link, part.link_id, part.heads = grant.link, grant.link_id, grant.heads
+        part.one_sided = not grant.blocks
+        part.first_token = grant.first_token
+        part.tokens = offering.tokens if grant.tokens < 0 else grant.tokens
+        if grant.blocks and session.hello is not None:
+            part.peer_blocks = unpack_blocks(grant.blocks, session.hello.layout)
+        self._ledger.shorten(part, deadline)
+        self._ledger.act(ActionKind.START, part)
+
+    def on_landed(self, session: Session, landed: Landed) -> None:
+        """The consumer's word decides: it has everything and reads no more, whatever we meant to do."""
+        part = self._ledger.find(session, (landed.tid, landed.attempt), "producer")
+        if part is None:
+            return
+        if part.state is State.OFFERED:
+            raise RemoteProtocolError(f"{session.address} says LANDED of what it was not granted")
+        if part.state is State.DRAINING and part.one_sided:
+            self._ledger.quiet(part)
+        else:
+            self._ledger.settle(part, Event.DONE)
+
+    # -- small parts
+
+    def _reader(self, session: Session, offering: Offering) -> Part | str:
+        """The part that a grant of this session claims, or the reason why there is none."""
+        named = self._ledger.find(session, offering.key, "producer")
+        if named is not None:
+            return named if named.state is State.OFFERED else "duplicate"
+        for part in offering.parts:
+            if part.session is not None and part.session.incarnation == session.incarnation:
+                return "duplicate"
+        return next((part for part in offering.parts if part.session is None and not part.ended), "readers")
+
+    def _fault(self, session: Session, offering: Offering, grant: Grant) -> tuple[str, str]:
+        """Why a grant can't be served, as (reason, text); empty if it can."""
+        if session.hello is None:
+            return "session", "no HELLO came before the grant"
+        mine, theirs = self._ledger.layout, session.hello.layout
+        found = list(mine.differences(theirs))
+        if found:
+            return "layout", f"the cache of {session.address} differs: " + "; ".join(found)
+        if grant.tokens > offering.tokens:
+            return "tokens", f"{grant.tokens} tokens asked for, {offering.tokens} are offered"
+        if len(grant.heads) != len(mine.groups):
+            return "heads", f"heads of {len(grant.heads)} groups asked for, there are {len(mine.groups)}"
+        for (low, high), here, there in zip(grant.heads, mine.groups, theirs.groups, strict=True):
+            first, last = max(here.heads[0], there.heads[0]), min(here.heads[1], there.heads[1])
+            if low < high and not (first <= low and high <= last):
+                return "heads", f"heads {low}..{high - 1} asked for; both sides have {first}..{last - 1}"
+        return "", ""
+
+    def _move(self, part: Part, new: int) -> None:
+        part.ready |= new
+        part.life.on(Event.MOVE)
+        if part.one_sided:
+            self._news[part] = None
+        else:
+            self._ledger.act(ActionKind.MOVE, part, new)
+
+    def _bitmap(self, mask: int) -> bytes:
+        return mask.to_bytes((self._ledger.layout.layers + 7) // 8, "little")
+
+    def _refuse(self, session: Session, grant: Grant, reason: str, text: str) -> None:
+        session.send(Refuse(grant.tid, grant.attempt, "producer", reason, text[:2048]))

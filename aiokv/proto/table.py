@@ -1,0 +1,160 @@
+"""The transfer table: what this engine offers and fetches, and what becomes of each.
+
+It decides and does nothing: it takes calls of the user, messages of peers and reports of the data
+plane, each with the time, sends messages by the peers' sessions, and leaves ``actions`` for the
+layer above. The producer's side, the consumer's side and what both share are modules of their own.
+"""
+
+from __future__ import annotations
+
+from aiokv.errors import (
+    AiokvError,
+    CapacityError,
+    DeadlineExceeded,
+    LayoutMismatch,
+    Refused,
+    RemoteProtocolError,
+    TransferAborted,
+)
+from aiokv.proto.consumer import Consumer
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.ledger import Ledger
+from aiokv.proto.messages import (
+    Abort,
+    Aborted,
+    Accept,
+    Grant,
+    Landed,
+    Message,
+    Offer,
+    Ready,
+    Refuse,
+    Role,
+)
+from aiokv.proto.parts import Event, State
+from aiokv.proto.producer import Producer
+from aiokv.proto.session import Session
+from aiokv.proto.settings import Settings
+from aiokv.proto.transfers import Action, Part, Transfer, other_role
+from aiokv.proto.waiting import Waiting
+
+__all__ = ["Table"]
+
+
+class Table:
+    """All transfers of one engine.
+
+    Args:
+        layout: This engine's cache layout.
+        settings: Timers and bounds.
+    """
+
+    def __init__(self, layout: CacheLayout, settings: Settings) -> None:
+        self.ledger = Ledger(layout, settings)
+        self.waiting = Waiting(settings.parked_per_peer)
+        self.producer = Producer(self.ledger, self.waiting)
+        self.consumer = Consumer(self.ledger, self.waiting)
+
+    @property
+    def actions(self) -> list[Action]:
+        """What the layer above has to do, in order; it empties the list."""
+        return self.ledger.actions
+
+    def parts_of(self, session: Session) -> list[Part]:
+        """Parts that have not ended and go over this session."""
+        return [part for part in self.ledger.parts.values() if part.session is session]
+
+    def count(self, role: Role) -> int:
+        """Transfers going on in a role."""
+        return sum(each == role for _, each in self.ledger.transfers)
+
+    def abort(self, transfer: Transfer, error: AiokvError, reason: str) -> None:
+        """Give a whole transfer up, on this side's decision."""
+        for part in list(transfer.parts):
+            self.ledger.settle(part, Event.ABORT, error, reason)
+
+    def fail(self, part: Part, error: AiokvError) -> None:
+        """Something that the part needs went wrong on this side."""
+        self.ledger.settle(part, Event.FAIL, error)
+
+    def receive(self, session: Session, message: Message, now: int) -> None:
+        """Take one message of a peer's session.
+
+        Raises:
+            RemoteProtocolError: The peer must not say this; its session has to end.
+        """
+        match message:
+            case Grant():
+                self.producer.on_grant(session, message, now, now + message.remaining_us * 1000)
+            case Landed():
+                self.producer.on_landed(session, message)
+            case Offer():
+                self.consumer.on_offer(session, message, now, now + message.remaining_us * 1000)
+            case Accept():
+                self.consumer.on_accept(session, message, now)
+            case Ready():
+                self.consumer.on_ready(session, message)
+            case Refuse():
+                self._on_refuse(session, message)
+            case Abort():
+                self._on_abort(session, message)
+            case Aborted():
+                self._on_aborted(session, message)
+            case _:
+                raise RemoteProtocolError(f"unexpected {type(message).__name__} from {session.address}")
+
+    def _on_refuse(self, session: Session, refuse: Refuse) -> None:
+        part = self.ledger.find(session, (refuse.tid, refuse.attempt), other_role(refuse.role))
+        if part is None or part.accepted or part.state not in (State.OFFERED, State.GRANTED):
+            return
+        text = f"transfer {part.transfer}: {session.address} refused ({refuse.reason}): {refuse.text}"
+        kinds: dict[str, type[AiokvError]] = {"layout": LayoutMismatch, "capacity": CapacityError}
+        part.abort_known = True
+        self.ledger.settle(part, Event.FAIL, kinds.get(refuse.reason, Refused)(text))
+
+    def _on_abort(self, session: Session, abort: Abort) -> None:
+        key, mine = (abort.tid, abort.attempt), other_role(abort.role)
+        self.waiting.withdraw(session, key, abort.role)
+        part = self.ledger.find(session, key, mine)
+        if part is None:
+            session.send(Aborted(*key, mine))  # always answered, also for what isn't known
+            return
+        if part.state is State.DRAINING:
+            # Both gave up at once. ABORTED follows when this side is quiet: an ABORT says only that
+            # its sender commits nothing more, not that nothing of it is in flight.
+            return
+        text = f"transfer {part.transfer}: given up by the {abort.role} at {session.address}: {abort.text}"
+        error: AiokvError = DeadlineExceeded(text) if abort.reason == "deadline" else TransferAborted(text)
+        part.abort_known = True
+        self.ledger.settle(part, Event.ABORT, error)
+
+    def _on_aborted(self, session: Session, aborted: Aborted) -> None:
+        part = self.ledger.find(session, (aborted.tid, aborted.attempt), other_role(aborted.role))
+        if part is None:
+            return
+        if part.state is not State.DRAINING:
+            part.abort_known = True
+            error = TransferAborted(f"transfer {part.transfer}: given up by the {aborted.role}")
+            self.ledger.settle(part, Event.ABORT, error)
+        if part.role == "producer" and part.one_sided:
+            self.ledger.quiet(part)
+
+    def lost(self, session: Session, error: AiokvError, *, certain: bool) -> None:
+        """A session ended. ``certain``: the peer's process, or its way to our memory, is gone too."""
+        self.waiting.lost(session)
+        self.ledger.lost(session, error, certain=certain)
+
+    def next_timer(self) -> int | None:
+        """When ``handle_timer`` wants to be called (ns), or None if nothing is pending."""
+        timers = (self.ledger.next_timer(), self.waiting.next_timer())
+        return min((when for when in timers if when is not None), default=None)
+
+    def handle_timer(self, now: int) -> None:
+        """Let time pass."""
+        self.ledger.handle_timer(now)
+        for parked in self.waiting.expired(now):
+            role: Role = "producer" if isinstance(parked.message, Grant) else "consumer"
+            verb = "offered" if role == "producer" else "fetched"
+            text = f"it was not {verb} here before its deadline"
+            message = parked.message
+            parked.session.send(Refuse(message.tid, message.attempt, role, "unknown", text))

@@ -1,0 +1,157 @@
+"""Requests that came before their other half, and the memory of transfers that are over.
+
+A router starts both sides together, so a grant often arrives before the offer that it is for. It
+waits here, within bounds. And a request that comes too late is told what became of its transfer,
+in place of waiting for something that will not come.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from aiokv.proto.messages import Grant, Offer, Role
+from aiokv.proto.session import Session
+from aiokv.proto.transfers import Key
+
+__all__ = ["Parked", "Tombstones", "Waiting"]
+
+
+@dataclass(slots=True, eq=False)
+class Parked:
+    """A grant or an offer that waits for its other half."""
+
+    session: Session
+    message: Grant | Offer
+    #: When it is refused, on this engine's clock (ns).
+    deadline: int
+    #: It waits no more; the entry is only still in the heap.
+    gone: bool = False
+
+
+class Waiting:
+    """Grants and offers that wait; bounded for each peer.
+
+    Args:
+        per_peer: How many requests of one peer may wait.
+    """
+
+    def __init__(self, per_peer: int) -> None:
+        self._per_peer = per_peer
+        self._parked: dict[tuple[Key, Role], list[Parked]] = {}
+        self._counts: dict[Session, int] = {}
+        self._timers: list[tuple[int, int, Parked]] = []
+        self._order = itertools.count()
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return sum(self._counts.values())
+
+    def park(self, session: Session, message: Grant | Offer, sender: Role, deadline: int) -> str:
+        """Let a request wait.
+
+        Returns:
+            Why it may not, as the reason of a refusal; empty if it waits.
+        """
+        if self._counts.get(session, 0) >= self._per_peer:
+            return "capacity"
+        waiting = self._parked.setdefault(((message.tid, message.attempt), sender), [])
+        if any(each.session is session for each in waiting):
+            return "duplicate"
+        parked = Parked(session, message, deadline)
+        waiting.append(parked)
+        self._counts[session] = self._counts.get(session, 0) + 1
+        heapq.heappush(self._timers, (deadline, next(self._order), parked))
+        return ""
+
+    def claim(self, key: Key, sender: Role) -> list[Parked]:
+        """The other half is here: all that waited for it, in order of arrival."""
+        waiting = self._parked.pop((key, sender), [])
+        for parked in waiting:
+            self._leave(parked)
+        return waiting
+
+    def withdraw(self, session: Session, key: Key, sender: Role) -> None:
+        """The peer gave its request up."""
+        waiting = self._parked.get((key, sender), [])
+        for parked in waiting:
+            if parked.session is session:
+                self._leave(parked)
+        self._sweep(key, sender)
+
+    def lost(self, session: Session) -> None:
+        """The peer's session is over, and with it all that it asked for."""
+        if session not in self._counts:
+            return
+        for key, sender in list(self._parked):
+            self.withdraw(session, key, sender)
+
+    def expired(self, now: int) -> list[Parked]:
+        """Requests whose time is over; they wait no more."""
+        found = []
+        while self._timers and self._timers[0][0] <= now:
+            _, _, parked = heapq.heappop(self._timers)
+            if not parked.gone:
+                self._leave(parked)
+                message = parked.message
+                sender: Role = "consumer" if isinstance(message, Grant) else "producer"
+                self._sweep((message.tid, message.attempt), sender)
+                found.append(parked)
+        return found
+
+    def next_timer(self) -> int | None:
+        """When the first request's time is over (ns); None if nothing waits."""
+        while self._timers and self._timers[0][2].gone:
+            heapq.heappop(self._timers)
+        return self._timers[0][0] if self._timers else None
+
+    def _leave(self, parked: Parked) -> None:
+        parked.gone = True
+        self._counts[parked.session] -= 1
+        if not self._counts[parked.session]:
+            del self._counts[parked.session]
+
+    def _sweep(self, key: Key, sender: Role) -> None:
+        kept = [parked for parked in self._parked.get((key, sender), []) if not parked.gone]
+        if kept:
+            self._parked[key, sender] = kept
+        else:
+            self._parked.pop((key, sender), None)
+
+
+class Tombstones:
+    """What became of transfers that are over, for a while.
+
+    Args:
+        keep_ns: How long after its deadline a transfer is remembered.
+        most: How many are remembered; the oldest go first.
+    """
+
+    def __init__(self, keep_ns: int, most: int) -> None:
+        self._keep_ns = keep_ns
+        self._most = most
+        self._stones: OrderedDict[tuple[Key, Role], tuple[str, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Transfers remembered."""
+        return len(self._stones)
+
+    def bury(self, key: Key, role: Role, outcome: str, deadline: int) -> None:
+        """A transfer is over."""
+        self._stones[key, role] = (outcome, deadline)
+        while len(self._stones) > self._most:
+            self._stones.popitem(last=False)
+
+    def find(self, key: Key, role: Role, now: int) -> str | None:
+        """What became of a transfer; None if nothing is known of it."""
+        # Forgetting needs no timer: what is too old goes when somebody asks. Deadlines differ, so
+        # the order is only nearly that of age, and some are remembered longer than need be.
+        while self._stones:
+            first = next(iter(self._stones))
+            if self._stones[first][1] + self._keep_ns > now:
+                break
+            del self._stones[first]
+        stone = self._stones.get((key, role))
+        return stone[0] if stone else None
