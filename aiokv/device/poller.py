@@ -271,7 +271,8 @@ class CompletionPoller:
         self._sweeping = True
         try:
             for lane in tuple(self._lanes.values()):
-                if lane.look_at <= now:
+                # A callback may have closed the poller.
+                if lane.look_at <= now and not self._closed:
                     self._look(lane, now)
         finally:
             self._sweeping = False
