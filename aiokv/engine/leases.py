@@ -35,7 +35,7 @@ class Lease:
         """The blocks are nobody's again. Does nothing the second time."""
         if self._held:
             self._held = False
-            self._owner._release(self._blocks, write=self._write)
+            self._owner.release(self._blocks, write=self._write)
 
 
 class BlockLeases:
@@ -91,7 +91,8 @@ class BlockLeases:
             how = "written" if counts[block] == _WRITER else "read"
             raise BusyError(f"group {group}: block {block} is being {how} by another transfer")
 
-    def _release(self, blocks: Sequence[GroupBlocks], *, write: bool) -> None:
+    def release(self, blocks: Sequence[GroupBlocks], *, write: bool) -> None:
+        """Count blocks back; called once by their lease."""
         for listed, counts in zip(blocks, self._counts, strict=True):
             if write:
                 counts[listed.ids] = 0

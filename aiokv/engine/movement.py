@@ -18,6 +18,7 @@ from aiokv.errors import AiokvError, DeviceError, PeerLostError
 from aiokv.proto.parts import State
 from aiokv.proto.plan import Chunk, CopyPlan, Side, plan_copy
 from aiokv.proto.schedule import ChunkScheduler
+from aiokv.proto.session import Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.table import Table
 from aiokv.proto.transfers import Part
@@ -138,11 +139,9 @@ class Mover:
         if session is None or session.hello is None:
             raise PeerLostError(f"{part}: the session is gone")
         mine = Side(layout=self._cache.layout, placement=self._cache.placement, blocks=transfer.blocks)
-        theirs = Side(
-            layout=session.hello.layout, placement=session.hello.placement, blocks=part.peer_blocks
-        )
+        theirs = Side(layout=session.hello.layout, placement=session.hello.placement, blocks=part.peer_blocks)
         src, dst = (mine, theirs) if part.role == "producer" else (theirs, mine)
-        plan = plan_copy(src, dst, first_token=part.first_token, tokens=part.tokens, heads=part.heads[0])
+        plan = plan_copy(src, dst, first_token=part.first_token, tokens=part.tokens, heads=part.heads)
         self._turn += 1
         stream = self._streams[self._turn % _STREAMS]
         if after is not None:
@@ -162,6 +161,7 @@ class Mover:
             if empty:
                 self._table.consumer.copied(part, empty)
         return plan.total
+
     def move(self, part: Part, mask: int) -> None:
         """Layers may be copied from (consumer), or sent (producer)."""
         movement = self._movements.get(part)
@@ -214,10 +214,10 @@ class Mover:
             self._scheduler.unblock(flow)
             self._flows.pop(id(flow.link), None)
 
-    def lease_extended(self) -> None:
+    def lease_extended(self, session: Session) -> None:
         """A producer confirmed its lease: what was held back for it may go on."""
         for movement in self._movements.values():
-            while movement.held_back:
+            while movement.held_back and movement.part.session is session:
                 chunk = movement.held_back.pop()
                 self._scheduler.put_back(movement.flow, movement.part, chunk)
         self._wake()
@@ -278,9 +278,7 @@ class Mover:
         if finished:
             self._completed(movement, chunk, None)
         else:
-            self._poller.watch(
-                event, movement.stream, lambda error: self._completed(movement, chunk, error)
-            )
+            self._poller.watch(event, movement.stream, lambda error: self._completed(movement, chunk, error))
 
     def _completed(self, movement: _Movement, chunk: Chunk, error: AiokvError | None) -> None:
         part = movement.part

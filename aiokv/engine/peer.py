@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from aiokv.control.base import Channel, Port
+from aiokv.engine.linking import open_link
 from aiokv.errors import (
     AiokvError,
     CapacityError,
     ClosedError,
-    DeviceError,
     PeerLostError,
     Refused,
     RemoteProtocolError,
@@ -84,7 +84,7 @@ class Peers:
         self,
         me: Identity,
         channel: Channel,
-        transports: list[Transport],
+        transports: Sequence[Transport],
         settings: Settings,
         *,
         clock: Callable[[], int],
@@ -113,6 +113,8 @@ class Peers:
         self._sessions: dict[int, Peer] = {}  # by the number of our stream
         self._by_incarnation: dict[bytes, Session] = {}
         self._talking: dict[Session, None] = {}  # sessions with something to send
+        #: Tasks that open links.
+        self.tasks: set[asyncio.Task[None]] = set()
         #: Control frames sent, received, and received in vain (malformed, stale, for somebody else).
         self.frames_sent = self.frames_received = self.frames_stray = 0
         #: Sessions that ended other than by their owner's wish.
@@ -269,8 +271,9 @@ class Peers:
     def _on_reset(self, frame: Frame, reset: Reset) -> None:
         peer = self._sessions.get(reset.stream)
         session = peer.session if peer else None
-        if session is None or (session.incarnation and session.incarnation != frame.src
-                               and reset.reason != "incarnation"):
+        if session is None or (
+            session.incarnation and session.incarnation != frame.src and reset.reason != "incarnation"
+        ):
             return
         text = f"{session.address} reset the session ({reset.reason}): {reset.text}"
         kind = Refused if reset.reason == "version" else PeerLostError
@@ -320,7 +323,9 @@ class Peers:
                 for frame in session.take_frames():
                     self._send(peer.port, frame)
             except (CapacityError, ClosedError) as error:
-                self.end(session, PeerLostError(f"{peer.address} does not read its control messages: {error}"))
+                self.end(
+                    session, PeerLostError(f"{peer.address} does not read its control messages: {error}")
+                )
 
     def _send(self, port: Port, frame: bytes) -> None:
         self.frames_sent += 1
@@ -328,9 +333,7 @@ class Peers:
 
     # -- the end of a session
 
-    def end(
-        self, session: Session, error: AiokvError, *, certain: bool = False, tell: bool = False
-    ) -> None:
+    def end(self, session: Session, error: AiokvError, *, certain: bool = False, tell: bool = False) -> None:
         """End a session: its parts fail, its link closes. The first reason stays."""
         if session.phase is Phase.ENDED:
             return
@@ -382,12 +385,10 @@ class Peers:
 
     # -- links
 
-    def open_link(self, session: Session, tasks: set[asyncio.Task[None]]) -> None:
-        """Open the link to a session's peer if there is none; ``linked`` is called in any case.
+    def open_link(self, session: Session) -> None:
+        """Open the link to the peer of a session that is up, unless there is one.
 
-        Args:
-            session: A session that is up.
-            tasks: Where the task that opens it is kept while it runs.
+        ``linked`` is called in any case, at once or later.
         """
         peer = self.peer_of(session)
         if peer is None:
@@ -396,38 +397,29 @@ class Peers:
             self._linked(session, None)
         elif peer.opening is None:
             peer.opening = asyncio.get_running_loop().create_task(self._open(peer, session))
-            tasks.add(peer.opening)
-            peer.opening.add_done_callback(tasks.discard)
+            self.tasks.add(peer.opening)
+            peer.opening.add_done_callback(self.tasks.discard)
 
     async def _open(self, peer: Peer, session: Session) -> None:
         hello = session.hello
         assert hello is not None  # noqa: S101  # the session is up
         info = PeerInfo(address=peer.address, incarnation=session.incarnation, placement=hello.placement)
-        faults = []
-        for transport in self._transports:
-            if transport.name not in hello.transports:
-                faults.append(f"{transport.name}: not offered there")
-                continue
-            try:
-                async with asyncio.timeout(self._settings.contact_ns / 1e9):
-                    link = await transport.connect(hello.transports[transport.name], info)
-            except (TimeoutError, PeerLostError, DeviceError) as error:
-                faults.append(f"{transport.name}: {error or 'no answer'}")
-                continue
-            if peer.session is not session:
-                link.close()
-                return
-            peer.opening, peer.link, peer.transport = None, link, transport
-            link.on_lost(lambda: self.link_lost(session, f"the {transport.name} link to {peer.address} is lost"))
+        timeout = self._settings.contact_ns / 1e9
+        try:
+            transport, link = await open_link(self._transports, hello.transports, info, timeout)
+        except PeerLostError as error:
+            peer.opening = None
+            self._linked(session, error)
             self._wake()
-            self._linked(session, None)
             return
-        only_there = sorted(set(hello.transports) - {transport.name for transport in self._transports})
-        if only_there:
-            faults.append(f"not allowed here: {', '.join(only_there)}")
-        peer.opening = None
+        if peer.session is not session:
+            link.close()
+            return
+        peer.opening, peer.link, peer.transport = None, link, transport
+        text = f"the {transport.name} link to {peer.address} is lost"
+        link.on_lost(lambda: self.link_lost(session, text))
+        self._linked(session, None)
         self._wake()
-        self._linked(session, PeerLostError(f"no data path to {peer.address}: {'; '.join(faults)}"))
 
     def link_lost(self, session: Session, text: str) -> None:
         """A link of this session broke: whoever was at its other end can't reach our memory by it."""

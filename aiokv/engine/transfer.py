@@ -12,16 +12,14 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from aiokv.device.base import Event, Stream
 from aiokv.engine.bell import Bell
 from aiokv.errors import AiokvError, LocalProtocolError, TransferAborted
+from aiokv.proto.layout import CacheLayout
 from aiokv.proto.parts import State
 from aiokv.proto.transfers import Fetching, Offering, Part, Transfer
-
-if TYPE_CHECKING:
-    from aiokv.engine.engine import TransferEngine
 
 __all__ = ["Fetch", "Offer", "Progress"]
 
@@ -42,11 +40,28 @@ class Progress:
     parts: dict[str, int]
 
 
+class Pump(Protocol):
+    """What offers and fetches need of their engine's core."""
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Layout of the engine's cache."""
+
+    def abort(self, transfer: Transfer, error: AiokvError, reason: str) -> None:
+        """Give a transfer up on both sides."""
+
+    def explain(self, part: Part) -> str:
+        """What a part waits for, in words."""
+
+    def layer_ready(self, offer: Offer, layer: int, stream: object | None) -> None:
+        """From any thread: a layer is written, as of what is enqueued on the stream."""
+
+
 class _Handle:
     """What offers and fetches have in common."""
 
-    def __init__(self, engine: TransferEngine, transfer: Transfer, begin: Callable[[], None]) -> None:
-        self._engine = engine
+    def __init__(self, core: Pump, transfer: Transfer, begin: Callable[[], None]) -> None:
+        self._core = core
         self._transfer = transfer
         self._begin = begin
         self._bell = Bell()
@@ -63,6 +78,11 @@ class _Handle:
         # As asyncio does for a task whose exception nobody retrieved.
         if self._begun and not self._observed and self._transfer.error is not None:
             _log.error("%s of %s failed and nobody saw: %s", type(self).__name__, self._transfer, self.error)
+
+    @property
+    def transfer(self) -> Transfer:
+        """The table's record; for the engine, which alone may change it."""
+        return self._transfer
 
     @property
     def transfer_id(self) -> str:
@@ -94,7 +114,7 @@ class _Handle:
         """One line for a person: what each part waits for, and for how long it still may."""
         if not self._begun:
             return "not begun"
-        return "; ".join(self._engine._explain(part) for part in self._transfer.parts)
+        return "; ".join(self._core.explain(part) for part in self._transfer.parts)
 
     def done(self) -> bool:
         """Whether the transfer is over and its blocks are quiet. Never blocks."""
@@ -115,7 +135,7 @@ class _Handle:
     def cancel(self, reason: str = "cancelled") -> None:
         """Give the transfer up on both sides. Never blocks; ``wait`` tells when it is quiet."""
         error = TransferAborted(f"transfer {self._transfer}: {reason} here")
-        self._engine._abort(self._transfer, error, "cancelled")
+        self._core.abort(self._transfer, error, "cancelled")
 
     async def wait(self) -> None:
         """Wait until the transfer is over and nothing in flight touches its blocks.
@@ -127,8 +147,7 @@ class _Handle:
         """
         if not self._begun:
             raise LocalProtocolError(f"transfer {self._transfer} was not begun")
-        while not self._transfer.resolved:
-            await self._bell.wait()
+        await self.quiet()
         self._raise()
 
     def _raise(self) -> None:
@@ -166,19 +185,24 @@ class _Handle:
         if not self._transfer.resolved:
             what = "cancelled" if cancelled else f"{type(error).__name__}: {error}"
             abort = TransferAborted(f"transfer {self._transfer}: {what}")
-            self._engine._abort(self._transfer, abort, "cancelled" if cancelled else "failed")
+            self._core.abort(self._transfer, abort, "cancelled" if cancelled else "failed")
         again: asyncio.CancelledError | None = None
         while not self._transfer.resolved:
             try:
-                await self._bell.wait()
+                await self.quiet()
             except asyncio.CancelledError as more:
                 again = more
         if again is not None and not cancelled:
             raise again
 
+    async def quiet(self) -> None:
+        """Wait until nothing in flight touches the transfer's blocks, however it ended."""
+        while not self._transfer.resolved:
+            await self._bell.wait()
+
     # -- called by the engine
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         """Something that a waiter may wait for has happened."""
         self._bell.ring()
 
@@ -188,10 +212,15 @@ class Offer(_Handle):
 
     _transfer: Offering
 
-    def __init__(self, engine: TransferEngine, transfer: Offering, begin: Callable[[], None]) -> None:
-        super().__init__(engine, transfer, begin)
+    def __init__(self, core: Pump, transfer: Offering, begin: Callable[[], None]) -> None:
+        super().__init__(core, transfer, begin)
         #: Layers announced so far, as a bit mask; may be written from the model's thread.
         self._announced = 0
+
+    @property
+    def transfer(self) -> Offering:
+        """The table's record; for the engine, which alone may change it."""
+        return self._transfer
 
     def layer_ready(self, layer: int, *, stream: object | None = None) -> None:
         """Say that a layer of all blocks is written, as of what is enqueued on ``stream`` now.
@@ -209,7 +238,14 @@ class Offer(_Handle):
             LocalProtocolError: The layer was announced before.
             DeviceError: The stream belongs to another device.
         """
-        self._engine._layer_ready(self, layer, stream)
+        if not 0 <= layer < self._core.layout.layers:
+            raise IndexError(f"layer {layer} is not one of 0..{self._core.layout.layers - 1}")
+        if self._transfer.resolved:
+            return
+        if self._announced >> layer & 1:
+            raise LocalProtocolError(f"layer {layer} of transfer {self._transfer} was announced before")
+        self._announced |= 1 << layer
+        self._core.layer_ready(self, layer, stream)
 
     @property
     def tokens(self) -> int:
@@ -219,13 +255,11 @@ class Offer(_Handle):
     def _layers(self) -> int:
         return self._transfer.ready
 
-    def _announce(self, layer: int) -> None:
-        if self._announced >> layer & 1:
-            raise LocalProtocolError(f"layer {layer} of transfer {self._transfer} was announced before")
-        self._announced |= 1 << layer
-
     def _complete(self) -> None:
-        self._engine._all_ready(self)
+        # Whoever leaves the body normally has written everything.
+        for layer in range(self._core.layout.layers):
+            if not self._announced >> layer & 1:
+                self.layer_ready(layer)
 
 
 class Fetch(_Handle):
@@ -235,15 +269,15 @@ class Fetch(_Handle):
 
     def __init__(
         self,
-        engine: TransferEngine,
+        core: Pump,
         transfer: Fetching,
         begin: Callable[[], None],
         stream: Stream,
     ) -> None:
-        super().__init__(engine, transfer, begin)
+        super().__init__(core, transfer, begin)
         #: What the caller enqueues here later sees what landed.
         self.stream = stream
-        self._submitted: dict[Part, int] = {}
+        self._enqueued: dict[Part, int] = {}
 
     @property
     def tokens(self) -> int:
@@ -274,8 +308,8 @@ class Fetch(_Handle):
         await self._until(layer, self._ordered)
 
     async def _until(self, layer: int, reached: Callable[[], int]) -> None:
-        if not 0 <= layer < self._engine.layout.layers:
-            raise IndexError(f"layer {layer} is not one of 0..{self._engine.layout.layers - 1}")
+        if not 0 <= layer < self._core.layout.layers:
+            raise IndexError(f"layer {layer} is not one of 0..{self._core.layout.layers - 1}")
         if not self._begun:
             raise LocalProtocolError(f"transfer {self._transfer} was not begun")
         while True:
@@ -292,7 +326,7 @@ class Fetch(_Handle):
             AiokvError: The transfer failed; layers yielded before are in place all the same.
         """
         seen = 0
-        everything = (1 << self._engine.layout.layers) - 1
+        everything = (1 << self._core.layout.layers) - 1
         while seen != everything:
             new = self._layers() & ~seen
             if not new:
@@ -305,24 +339,24 @@ class Fetch(_Handle):
             yield lowest.bit_length() - 1
 
     def _layers(self) -> int:
-        landed = (1 << self._engine.layout.layers) - 1
+        landed = (1 << self._core.layout.layers) - 1
         for part in self._transfer.parts:
             if part.state is not State.LANDED:
                 landed &= part.landed
         return landed
 
     def _ordered(self) -> int:
-        ordered = (1 << self._engine.layout.layers) - 1
+        ordered = (1 << self._core.layout.layers) - 1
         for part in self._transfer.parts:
             if part.state is not State.LANDED:
-                ordered &= part.landed | self._submitted.get(part, 0)
+                ordered &= part.landed | self._enqueued.get(part, 0)
         return ordered
 
-    def _note_submitted(self, part: Part, layer: int, event: Event) -> None:
+    def submitted(self, part: Part, layer: int, event: Event) -> None:
         """The engine enqueued the last copy of a layer of a part."""
         self.stream.wait(event)
-        self._submitted[part] = self._submitted.get(part, 0) | 1 << layer
-        self._changed()
+        self._enqueued[part] = self._enqueued.get(part, 0) | 1 << layer
+        self.changed()
 
 
 def _again(error: AiokvError) -> AiokvError:

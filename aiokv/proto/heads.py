@@ -37,7 +37,9 @@ def assign_heads(wanted: CacheLayout, sources: Sequence[CacheLayout]) -> list[tu
                 if low <= point and min(high, last) > reach and shares[number][index] == (0, 0):
                     best, reach = number, min(high, last)
             if best < 0:
-                held = ", ".join(f"{s.groups[index].heads[0]}..{s.groups[index].heads[1] - 1}" for s in sources)
+                held = ", ".join(
+                    f"{s.groups[index].heads[0]}..{s.groups[index].heads[1] - 1}" for s in sources
+                )
                 raise LayoutMismatch(
                     f"group {index}: no source holds KV head {point} of {group.heads[0]}..{last - 1} "
                     f"(the sources hold {held})"

@@ -10,8 +10,15 @@ from __future__ import annotations
 import heapq
 import itertools
 
-from aiokv.errors import AiokvError, BusyError, DeadlineExceeded, DeviceError, PeerLostError, Refused
-from aiokv.errors import TransferAborted
+from aiokv.errors import (
+    AiokvError,
+    BusyError,
+    DeadlineExceeded,
+    DeviceError,
+    PeerLostError,
+    Refused,
+    TransferAborted,
+)
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Abort, Aborted, Landed, Role
 from aiokv.proto.parts import Event, State
@@ -211,7 +218,9 @@ class Ledger:
             if part.state is State.DRAINING:
                 self._draining(part, now)
             elif now >= part.deadline:
-                text = f"transfer {part.transfer}: deadline passed at the {part.role}, {self.explain(part, now)}"
+                text = (
+                    f"transfer {part.transfer}: deadline passed at the {part.role}, {self.explain(part, now)}"
+                )
                 self.settle(part, Event.FAIL, DeadlineExceeded(text), "deadline")
 
     def _draining(self, part: Part, now: int) -> None:

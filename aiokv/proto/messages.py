@@ -197,19 +197,7 @@ class Aborted(_Message, frozen=True, tag=17):
 
 
 Message = (
-    Hello
-    | Ping
-    | Pong
-    | Bye
-    | Reset
-    | Offer
-    | Grant
-    | Accept
-    | Ready
-    | Landed
-    | Refuse
-    | Abort
-    | Aborted
+    Hello | Ping | Pong | Bye | Reset | Offer | Grant | Accept | Ready | Landed | Refuse | Abort | Aborted
 )
 
 

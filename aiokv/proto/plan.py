@@ -267,7 +267,14 @@ class CopyPlan:
             raise ValueError(f"{chunk}: these pieces are {(hi - lo) * section.piece_bytes} bytes")
 
 
-def plan_copy(src: Side, dst: Side, *, first_token: int, tokens: int, heads: tuple[int, int]) -> CopyPlan:
+def plan_copy(
+    src: Side,
+    dst: Side,
+    *,
+    first_token: int,
+    tokens: int,
+    heads: tuple[int, int] | Sequence[tuple[int, int]],
+) -> CopyPlan:
     """Plan to move tokens ``first_token`` to ``tokens`` of some KV heads from ``src`` to ``dst``.
 
     In each group the tokens are those that both sides list blocks for: from the latest of
@@ -279,8 +286,9 @@ def plan_copy(src: Side, dst: Side, *, first_token: int, tokens: int, heads: tup
         dst: Where they go.
         first_token: Tokens before this one stay as they are at the destination.
         tokens: End of the range of tokens.
-        heads: Half-open range of the model's KV heads; groups with a single head (MLA) move
-            that head whatever this says.
+        heads: For each group the half-open range of the model's KV heads; where it is empty,
+            nothing of that group moves. Or one range for all groups; those with a single head
+            (MLA) then move that head whatever it says.
 
     Raises:
         InvalidBlocks: A block list is too short, starts within a block, or names a block that
@@ -293,8 +301,25 @@ def plan_copy(src: Side, dst: Side, *, first_token: int, tokens: int, heads: tup
             raise InvalidBlocks(f"{len(side.blocks)} block lists for {len(side.layout.groups)} groups")
     if len(src.layout.groups) != len(dst.layout.groups):
         raise LayoutMismatch(f"{len(src.layout.groups)} KV cache groups against {len(dst.layout.groups)}")
-    plans = [_plan_group(index, src, dst, first_token, tokens, heads) for index in range(len(src.blocks))]
+    plans = [
+        _plan_group(index, src, dst, first_token, tokens, share)
+        for index, share in enumerate(_shares(heads, src.layout))
+    ]
     return CopyPlan(src.layout, plans)
+
+
+def _shares(heads: tuple[int, int] | Sequence[tuple[int, int]], layout: CacheLayout) -> list[tuple[int, int]]:
+    """The range of heads of each group."""
+    match heads:
+        case (int(first), int(last)):
+            if first >= last:
+                raise ValueError(f"nobody keeps the heads {heads}")
+            return [(0, 1) if group.total_heads == 1 else (first, last) for group in layout.groups]
+        case _:
+            shares = [(first, last) for first, last in heads]
+            if len(shares) != len(layout.groups):
+                raise ValueError(f"heads of {len(shares)} groups, there are {len(layout.groups)}")
+            return shares
 
 
 class _End:
@@ -307,9 +332,9 @@ class _End:
         self.place = side.placement.groups[index]
         self.blocks = side.blocks[index]
         self.size = self.group.block_size
-        self.heads = (0, 1) if self.group.total_heads == 1 else heads
+        self.heads = heads
         first, last = self.group.heads
-        if not first <= self.heads[0] < self.heads[1] <= last:
+        if heads[0] < heads[1] and not first <= heads[0] < heads[1] <= last:
             raise ValueError(f"{self.what} keeps the heads {self.group.heads}, not all of {self.heads}")
         if self.blocks.start < 0 or self.blocks.start % self.size:
             raise InvalidBlocks(
@@ -376,7 +401,7 @@ def _plan_group(
         if getattr(a.group, name) != getattr(b.group, name):
             raise LayoutMismatch(f"group {index}: {name} differ between source and destination")
     lo, hi = max(first_token, a.blocks.start, b.blocks.start), tokens
-    if lo >= hi:
+    if lo >= hi or heads[0] >= heads[1]:
         return _GroupPlan((), a.place, b.place, 0)
     if a.group.kind == "state":
         if a.size != b.size:

@@ -1,0 +1,71 @@
+"""What callers pass, checked and put into the form that the layers below use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+
+from aiokv.errors import CapacityError, InvalidBlocks
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.plan import GroupBlocks
+from aiokv.proto.settings import SECOND
+
+__all__ = ["BlockIds", "block_lists", "checked_id", "room_of", "seconds"]
+
+#: Block ids of one transfer: a list where the cache has one group, else a list for each group.
+BlockIds = Sequence[int] | Sequence[Sequence[int]]
+
+#: Block ids that one transfer can list: a message has to fit in a control frame.
+_MOST_BLOCKS = 200_000
+
+#: The longest deadline, in seconds.
+_DAY = 86_400
+
+
+def block_lists(blocks: BlockIds, layout: CacheLayout) -> tuple[GroupBlocks, ...]:
+    """Block lists by group, as arrays.
+
+    Raises:
+        InvalidBlocks: The wrong number of lists, or something other than integers.
+        CapacityError: More blocks than one transfer can list.
+    """
+    groups = len(layout.groups)
+    nested = len(blocks) > 0 and not isinstance(blocks[0], int | np.integer)
+    lists = list(cast("Sequence[Sequence[int]]", blocks)) if nested or groups > 1 else [blocks]
+    if len(lists) != groups:
+        raise InvalidBlocks(f"block lists for {len(lists)} groups, the cache has {groups}")
+    found = []
+    for ids in lists:
+        array = np.asarray(ids)
+        if array.size and array.dtype.kind not in "iu":
+            raise InvalidBlocks(f"block ids are integers, not {array.dtype}")
+        found.append(GroupBlocks(start=0, ids=array.astype(np.int64).reshape(-1)))
+    if sum(listed.ids.size for listed in found) > _MOST_BLOCKS:
+        raise CapacityError(f"a transfer lists at most {_MOST_BLOCKS} blocks")
+    return tuple(found)
+
+
+def room_of(blocks: Sequence[GroupBlocks], layout: CacheLayout) -> int:
+    """Tokens that block lists have room for, in every group that keeps an entry for each token."""
+    rooms = [
+        listed.start + listed.ids.size * group.block_size
+        for listed, group in zip(blocks, layout.groups, strict=True)
+        if group.kind != "state"
+    ]
+    return min(rooms, default=1)
+
+
+def checked_id(tid: str) -> str:
+    """The transfer id, if it can be one."""
+    if not isinstance(tid, str) or not 0 < len(tid) <= 256:
+        raise ValueError(f"a transfer id is a string of 1 to 256 characters, not {tid!r}")
+    return tid
+
+
+def seconds(deadline: float) -> int:
+    """A deadline in nanoseconds from now."""
+    if not 0 < deadline < _DAY:
+        raise ValueError(f"a deadline lies between 0 s and a day, not {deadline}")
+    return int(deadline * SECOND)

@@ -1,0 +1,46 @@
+"""Choosing the data path to a producer: the best transport that works between the two."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from aiokv.errors import AiokvError, PeerLostError
+from aiokv.transports.base import Link, PeerInfo, Transport
+
+__all__ = ["open_link"]
+
+
+async def open_link(
+    transports: Sequence[Transport], offered: Mapping[str, bytes], peer: PeerInfo, timeout: float
+) -> tuple[Transport, Link]:
+    """Open a link by the first transport that both ends have and that proves itself.
+
+    Args:
+        transports: The transports that may be used here, best first.
+        offered: What the producer said of its transports, by name.
+        peer: The producer.
+        timeout: Seconds that each attempt may take.
+
+    Returns:
+        The transport, and the link, which the caller closes.
+
+    Raises:
+        PeerLostError: None works; the message says for each why.
+    """
+    faults = []
+    for transport in transports:
+        if transport.name not in offered:
+            faults.append(f"{transport.name}: not offered there")
+            continue
+        try:
+            async with asyncio.timeout(timeout):
+                return transport, await transport.connect(offered[transport.name], peer)
+        except TimeoutError:
+            faults.append(f"{transport.name}: no answer within {timeout:g} s")
+        except (AiokvError, OSError) as error:
+            faults.append(f"{transport.name}: {error}")
+    unknown = sorted(set(offered) - {transport.name for transport in transports})
+    if unknown:
+        faults.append(f"not allowed here: {', '.join(unknown)}")
+    raise PeerLostError(f"no data path to {peer.address}: {'; '.join(faults)}")
