@@ -10,6 +10,7 @@ from aiokv.testing.transports import CASES, Case
 from aiokv.transports.base import Transport
 from aiokv.transports.memory import MemoryHub, MemoryTransport
 from aiokv.transports.shm import ShmTransport
+from aiokv.transports.tcp import TcpTransport
 
 
 class MemoryKit(Kit):
@@ -39,7 +40,12 @@ class ShmKit(Kit):
         return ShmTransport()
 
 
-KITS = {"memory": MemoryKit, "mocked": MockedKit, "shm": ShmKit}
+class TcpKit(Kit):
+    def make_transport(self) -> Transport:
+        return TcpTransport()
+
+
+KITS = {"memory": MemoryKit, "mocked": MockedKit, "shm": ShmKit, "tcp": TcpKit}
 
 
 @pytest.mark.asyncio

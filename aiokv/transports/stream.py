@@ -1,0 +1,314 @@
+"""The two ends of a link over one stream socket.
+
+Bytes go straight between the socket and the registered memory, a vector of fragments at a time.
+No transport of asyncio's is used: those copy what the socket doesn't take at once (asyncio before
+Python 3.12), or hold on to it until a time of their own choosing, and here it must be known when
+memory is read and written no more. Each turn of the loop moves at most a slice, so that the loop
+is never held for long.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiokv.device.base import Buffer, Event, Stream
+from aiokv.errors import DeviceError, LocalProtocolError
+from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.transports.base import PartId
+from aiokv.transports.ends import LinkEnd
+from aiokv.transports.frames import HEADER_BYTES, Ranges, pack, tag_of, unpack
+from aiokv.transports.vectors import Vector, VectorIO
+
+__all__ = ["Receiver", "Sender", "StreamEnd"]
+
+#: Bytes that one turn of the loop moves at most.
+_SLICE = 1 << 20
+#: Bytes that wait for the socket, beside which it still makes sense to send more: enough to keep
+#: the socket busy while the loop comes round.
+_AHEAD = 1 << 20
+#: Memory that unwanted bytes are read to, over and over.
+_SCRATCH = 64 << 10
+#: Forgotten parts that are remembered; data of older ones cuts the link.
+_FORGOTTEN = 4096
+
+
+class StreamEnd(LinkEnd):
+    """What both ends do: own the socket, and know when it broke."""
+
+    def __init__(
+        self, link: bytes, name: str, sock: socket.socket, io: VectorIO, table: set[StreamEnd]
+    ) -> None:
+        super().__init__(link, name)
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._io = io
+        #: Where this end is kept until it is lost.
+        self._table = table
+        table.add(self)
+        self._loop.add_reader(self._fd, self._readable)
+
+    def _readable(self) -> None:
+        raise NotImplementedError
+
+    def _end(self, reason: str) -> None:
+        """Let go of the socket: from here on nothing is read, written, or called back."""
+        if self._lost:
+            return
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        self._sock.close()
+        self._table.discard(self)
+        self._lose(reason)
+
+    def close(self) -> None:
+        """Give the link up at once; what the socket had not taken is not sent."""
+        self._end("closed at this end")
+
+
+class _Sent:
+    """Done when the socket has taken all of a chunk, or never will."""
+
+    __slots__ = ("failure", "over")
+
+    def __init__(self) -> None:
+        self.over = False
+        self.failure: DeviceError | None = None
+
+    def done(self) -> bool:
+        """Whether the memory is read no more."""
+        if self.failure is not None:
+            raise self.failure
+        return self.over
+
+
+class Sender(StreamEnd):
+    """The producer's end."""
+
+    def __init__(
+        self, link: bytes, name: str, sock: socket.socket, io: VectorIO, table: set[StreamEnd]
+    ) -> None:
+        super().__init__(link, name, sock, io, table)
+        #: What the socket has not taken: ranges, the header that the first of them is in, and the event.
+        self._queue: deque[tuple[Vector, NDArray[np.uint8], _Sent]] = deque()
+        #: Bytes of all of them.
+        self._waiting = 0
+        self._on_writable: list[Callable[[], None]] = []
+
+    def send(
+        self, part: PartId, plan: CopyPlan, chunk: Chunk, src: Sequence[Buffer], *, stream: Stream
+    ) -> Event:
+        """Send one chunk, after those before it; on the host ``stream`` has nothing to wait for."""
+        if self._lost:
+            raise self.lost_error()
+        copy = plan.copies(chunk.layer)[chunk.copy]
+        offsets, _, lengths = copy.extents(chunk.lo, chunk.hi)
+        header = np.frombuffer(pack(tag_of(part), chunk), dtype=np.uint8)
+        vector = Vector(
+            np.concatenate(((header.ctypes.data,), offsets + src[copy.src_buffer].address)),
+            np.concatenate(((HEADER_BYTES,), lengths)),
+        )
+        event = _Sent()
+        self._queue.append((vector, header, event))
+        self._waiting += vector.total
+        if len(self._queue) == 1:
+            self._write()
+            if self._queue and not self._lost:
+                self._loop.add_writer(self._fd, self._flush)
+        return event
+
+    @property
+    def writable(self) -> bool:
+        """Whether little enough waits for the socket that more should be sent."""
+        return not self._lost and self._waiting <= _AHEAD
+
+    def on_writable(self, callback: Callable[[], None]) -> None:
+        """Call this whenever ``writable`` becomes true again."""
+        self._on_writable.append(callback)
+
+    def _flush(self) -> None:
+        was_writable = self.writable
+        self._write()
+        if self._lost:
+            return
+        if not self._queue:
+            self._loop.remove_writer(self._fd)
+        if not was_writable and self.writable:
+            for callback in self._on_writable:
+                callback()
+
+    def _write(self) -> None:
+        """Give the socket what it takes, and at most a slice."""
+        budget = _SLICE
+        try:
+            while self._queue and budget:
+                vector, _, event = self._queue[0]
+                moved = self._io.write(self._fd, vector, budget)
+                budget -= moved
+                self._waiting -= moved
+                if vector.left:
+                    # Full, or a slice is over. A vector of many entries takes several calls.
+                    continue
+                self._queue.popleft()
+                event.over = True
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._end(f"the connection broke: {error}")
+
+    def _readable(self) -> None:
+        """The consumer never says anything, so this is its end."""
+        try:
+            said = self._sock.recv(1)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._end(f"the connection broke: {error}")
+            return
+        self._end("the consumer said what it must not" if said else "the consumer closed it, or is dead")
+
+    def _end(self, reason: str) -> None:
+        super()._end(reason)
+        while self._queue:
+            *_, event = self._queue.popleft()
+            event.failure = DeviceError("not all of the chunk was sent")
+            event.failure.__cause__ = self.lost_error()
+        self._waiting = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Arriving:
+    """One part that is expected."""
+
+    plan: CopyPlan
+    dst: Sequence[Buffer]
+    landed: Callable[[int, int], None]
+    #: Pieces that came or are coming, for each layer and copy.
+    seen: dict[tuple[int, int], Ranges] = field(default_factory=dict)
+
+
+class Receiver(StreamEnd):
+    """The consumer's end."""
+
+    def __init__(
+        self, link: bytes, name: str, sock: socket.socket, io: VectorIO, table: set[StreamEnd]
+    ) -> None:
+        self._parts: dict[bytes, _Arriving] = {}
+        #: Parts whose data is drained, oldest first.
+        self._forgotten: dict[bytes, None] = {}
+        self._header = np.zeros(HEADER_BYTES, dtype=np.uint8)
+        self._scratch = np.empty(_SCRATCH, dtype=np.uint8)
+        #: Part and chunk of the frame that is being read; empty while it is drained, or over.
+        self._tag = b""
+        self._chunk = Chunk(0, 0, 0, 0, 0)
+        #: Bytes of this frame that are drained after those that ``_vector`` is for.
+        self._to_drain = 0
+        #: Where the next bytes go: what is left of a frame, and then the next header.
+        self._vector = self._into(np.empty(0, np.int64), np.empty(0, np.int64), header=True)
+        #: How many bytes of ``_vector`` are the frame's.
+        self._payload = 0
+        super().__init__(link, name, sock, io, table)
+
+    def expect(
+        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]
+    ) -> None:
+        """Chunks of ``part`` may arrive from now on, each once and in any order."""
+        if self._lost:
+            raise self.lost_error()
+        tag = tag_of(part)
+        if tag in self._parts or tag in self._forgotten:
+            raise LocalProtocolError(f"part {part} was expected before; a new attempt needs a new number")
+        self._parts[tag] = _Arriving(plan, dst, landed)
+
+    def forget(self, part: PartId) -> None:
+        """From this call on nothing of ``part`` is written to its memory; what comes is drained."""
+        tag = tag_of(part)
+        self._parts.pop(tag, None)
+        self._forgotten[tag] = None
+        if len(self._forgotten) > _FORGOTTEN:
+            del self._forgotten[next(iter(self._forgotten))]
+        if self._tag == tag:
+            self._tag = b""
+            self._drain(self._payload - self._vector.done)
+
+    def _readable(self) -> None:
+        budget = _SLICE
+        try:
+            while budget and not self._lost:
+                asked = min(budget, self._vector.left)
+                moved = self._io.read(self._fd, self._vector, asked)
+                if not moved:
+                    self._end("the producer closed it, or is dead")
+                    return
+                budget -= moved
+                self._advance()
+                if moved < asked:  # most likely there is no more, and if there is the loop will say
+                    return
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._end(f"the connection broke: {error}")
+
+    def _advance(self) -> None:
+        """Some bytes came to where ``_vector`` said."""
+        if self._tag and self._vector.done >= self._payload:
+            part, chunk = self._parts[self._tag], self._chunk
+            self._tag = b""
+            part.landed(chunk.layer, chunk.nbytes)
+        if self._lost or self._vector.left:
+            return
+        if self._to_drain:
+            self._drain(self._to_drain)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        """A header is complete: see where its frame goes."""
+        tag, chunk = unpack(self._header.tobytes())
+        if tag in self._forgotten:
+            self._drain(chunk.nbytes)
+            return
+        part = self._parts.get(tag)
+        if part is None:
+            self._end("the producer sent data of a part that nobody expects")
+            return
+        try:
+            part.plan.check(chunk)
+        except ValueError as error:
+            self._end(f"the producer sent what is not in the plan: {error}")
+            return
+        if not part.seen.setdefault((chunk.layer, chunk.copy), Ranges()).add(chunk.lo, chunk.hi):
+            self._end(f"the producer sent {chunk} again")
+            return
+        copy = part.plan.copies(chunk.layer)[chunk.copy]
+        _, offsets, lengths = copy.extents(chunk.lo, chunk.hi)
+        self._tag, self._chunk = tag, chunk
+        self._payload = chunk.nbytes
+        self._vector = self._into(offsets + part.dst[copy.dst_buffer].address, lengths, header=True)
+
+    def _drain(self, nbytes: int) -> None:
+        """The next so many bytes are the frame's, and nobody wants them."""
+        now = min(nbytes, 16 * _SCRATCH)
+        self._to_drain = nbytes - now
+        self._payload = now
+        lengths = np.full(-(-now // _SCRATCH), _SCRATCH, dtype=np.int64)
+        if now % _SCRATCH:
+            lengths[-1] = now % _SCRATCH
+        addresses = np.full(len(lengths), self._scratch.ctypes.data, dtype=np.int64)
+        self._vector = self._into(addresses, lengths, header=not self._to_drain)
+
+    def _into(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64], *, header: bool) -> Vector:
+        if header:
+            addresses = np.append(addresses, self._header.ctypes.data)
+            lengths = np.append(lengths, HEADER_BYTES)
+        return Vector(addresses, lengths)
+
+    def _end(self, reason: str) -> None:
+        super()._end(reason)
+        self._parts.clear()
+        self._tag = b""
