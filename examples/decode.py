@@ -17,6 +17,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import closing
 from typing import Any
 
 import aiokv
@@ -103,8 +104,7 @@ async def show(message: dict[str, Any]) -> None:
     print(message.get("text", "\n"), end="", flush=True)
 
 
-async def main(model: Model, options: argparse.Namespace) -> None:
-    cache = aiokv.KVCache.allocate(model.layout(blocks=options.blocks, block_size=options.block_size))
+async def main(model: Model, cache: aiokv.KVCache, options: argparse.Namespace) -> None:
     async with engine_for(cache, options) as engine:
         decode = Decode(model, cache, engine, options)
         if options.listen:
@@ -124,4 +124,7 @@ if __name__ == "__main__":
     parser.add_argument("--prompt", action="append", default=[], help="may be given more than once")
     parser.add_argument("--limit", type=int, default=64, help="tokens of an answer, at most")
     chosen = parser.parse_args()
-    run(main(load(chosen.model), chosen), chosen)
+    loaded = load(chosen.model)
+    # Before there is a loop, since making memory blocks; closed after the engine that uses it.
+    with closing(aiokv.KVCache.allocate(loaded.layout(chosen.blocks, chosen.block_size))) as memory:
+        run(main(loaded, memory, chosen), chosen)

@@ -26,9 +26,7 @@ async def produce(engine: aiokv.TransferEngine, blocks: list[int]) -> None:
         pass
 
 
-async def main() -> None:
-    low, high = aiokv.KVCache.allocate(layout(0, 4)), aiokv.KVCache.allocate(layout(4, 8))
-    whole = aiokv.KVCache.allocate(layout(0, 8))
+async def main(low: aiokv.KVCache, high: aiokv.KVCache, whole: aiokv.KVCache) -> None:
     theirs, ours = [3, 1, 4, 15], [9, 2, 6, 5]
     for layer in range(4):
         for plane in (*low.tensor(layer), *high.tensor(layer)):  # K, and V, of both
@@ -54,4 +52,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main())
+    # Before the loop runs, since making memory blocks.
+    uvloop.run(main(*(aiokv.KVCache.allocate(layout(*heads)) for heads in ((0, 4), (4, 8), (0, 8)))))

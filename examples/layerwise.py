@@ -41,16 +41,10 @@ async def consume(engine: aiokv.TransferEngine, cache: aiokv.KVCache, blocks: li
             print(f"layer {layer} landed, {transfer.progress.bytes_moved} bytes so far")
 
 
-async def main() -> None:
+async def main(producer: aiokv.KVCache, consumer: aiokv.KVCache) -> None:
     theirs, ours = [3, 1, 4, 15], [9, 2, 6, 5]
-    producer, consumer = aiokv.KVCache.allocate(LAYOUT), aiokv.KVCache.allocate(LAYOUT)
-    async with (
-        aiokv.TransferEngine(producer) as left,
-        aiokv.TransferEngine(consumer) as right,
-        asyncio.TaskGroup() as group,
-    ):
-        group.create_task(consume(right, consumer, ours, left.address))
-        group.create_task(produce(left, producer, theirs))
+    async with aiokv.TransferEngine(producer) as left, aiokv.TransferEngine(consumer) as right:
+        await asyncio.gather(produce(left, producer, theirs), consume(right, consumer, ours, left.address))
     for layer in range(LAYOUT.layers):
         for sent, landed in zip(producer.tensor(layer), consumer.tensor(layer), strict=True):
             assert torch.equal(landed[ours], sent[theirs])
@@ -58,4 +52,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main())
+    # Before the loop runs, since making memory blocks.
+    uvloop.run(main(aiokv.KVCache.allocate(LAYOUT), aiokv.KVCache.allocate(LAYOUT)))

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import torch
@@ -115,6 +115,8 @@ def table(prompts: dict[str, list[int]], replies: dict[str, Message]) -> Table:
     """What the transfers did."""
     shown = Table(
         box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
         caption="transfer: from each layer's KV written to landed, summed over layers; "
         "exposed: from the prefill's end to the last layer landed",
     )
@@ -141,15 +143,15 @@ def table(prompts: dict[str, list[int]], replies: dict[str, Message]) -> Table:
 
 def alone(model: Model, prompts: dict[str, list[int]], options: argparse.Namespace) -> dict[str, list[int]]:
     """The answers of one process that does it all, through the same paged attention."""
-    cache = aiokv.KVCache.allocate(model.layout(blocks=options.blocks, block_size=options.block_size))
     answers = {}
-    for name, prompt in prompts.items():
-        blocks = range(-(-(len(prompt) + options.limit) // options.block_size))
-        kv = PagedCache(cache, blocks)
-        answer = [model.next_token(prompt, kv)]
-        while answer[-1] != model.tokenizer.eos and len(answer) < options.limit:
-            answer.append(model.next_token(answer[-1:], kv))
-        answers[name] = answer
+    with closing(aiokv.KVCache.allocate(model.layout(options.blocks, options.block_size))) as cache:
+        for name, prompt in prompts.items():
+            blocks = range(-(-(len(prompt) + options.limit) // options.block_size))
+            kv = PagedCache(cache, blocks)
+            answer = [model.next_token(prompt, kv)]
+            while answer[-1] != model.tokenizer.eos and len(answer) < options.limit:
+                answer.append(model.next_token(answer[-1:], kv))
+            answers[name] = answer
     return answers
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from contextlib import closing
 
 import aiokv
 from serving.channel import Message, Reply, serve
@@ -57,8 +58,7 @@ class Prefill:
         return {"token": first, "began": began, "ready": ready, "ended": time.monotonic_ns()}
 
 
-async def main(model: Model, options: argparse.Namespace) -> None:
-    cache = aiokv.KVCache.allocate(model.layout(blocks=options.blocks, block_size=options.block_size))
+async def main(model: Model, cache: aiokv.KVCache, options: argparse.Namespace) -> None:
     async with engine_for(cache, options) as engine:
         prefill = Prefill(model, cache, engine, options)
         async with serve(options.listen, prefill.answer) as listening:
@@ -70,4 +70,7 @@ if __name__ == "__main__":
     parser = arguments(__doc__)
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port for requests")
     chosen = parser.parse_args()
-    run(main(load(chosen.model), chosen), chosen)
+    loaded = load(chosen.model)
+    # Before there is a loop, since making memory blocks; closed after the engine that uses it.
+    with closing(aiokv.KVCache.allocate(loaded.layout(chosen.blocks, chosen.block_size))) as memory:
+        run(main(loaded, memory, chosen), chosen)

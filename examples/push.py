@@ -29,8 +29,7 @@ async def consume(engine: aiokv.TransferEngine, blocks: list[int]) -> None:
         print(f"took {transfer.progress.bytes_moved} bytes")
 
 
-async def main() -> None:
-    producer, consumer = aiokv.KVCache.allocate(LAYOUT), aiokv.KVCache.allocate(LAYOUT)
+async def main(producer: aiokv.KVCache, consumer: aiokv.KVCache) -> None:
     theirs, ours = [3, 1, 4, 15], [9, 2, 6, 5]  # block ids are each side's own
     for layer in range(LAYOUT.layers):
         for plane in producer.tensor(layer):  # K, and V
@@ -49,4 +48,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    uvloop.run(main())
+    # Before the loop runs, since making memory blocks.
+    uvloop.run(main(aiokv.KVCache.allocate(LAYOUT), aiokv.KVCache.allocate(LAYOUT)))

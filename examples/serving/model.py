@@ -49,16 +49,16 @@ class Model:
 
     def __post_init__(self) -> None:
         """Leave out what only training does."""
-        self.network.train(mode=False)  # type: ignore[no-untyped-call]
+        self.network.train(mode=False)
 
     @property
     def layers(self) -> int:
         """Number of layers."""
         return int(self.network.config.num_hidden_layers)
 
-    def layout(self, *, blocks: int, block_size: int) -> aiokv.CacheLayout:
+    def layout(self, blocks: int, block_size: int) -> aiokv.CacheLayout:
         """The layout of this model's KV cache, all heads on one rank."""
-        config = self.network.config
+        config: Any = self.network.config
         return aiokv.CacheLayout.attention(
             layers=config.num_hidden_layers,
             blocks=blocks,

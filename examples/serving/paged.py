@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -112,7 +113,7 @@ class PagedCache(Cache):
     ) -> None:
         block_size = cache.layout.groups[0].block_size
         slots = (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
-        layers = []
+        layers: list[Any] = []  # the base class wants a union of its kinds, invariantly
         for layer in range(cache.layout.layers):
             # Views, never copies: what is written must be what is sent.
             keys, values = (plane.view(-1, *plane.shape[2:]) for plane in cache.tensor(layer))
