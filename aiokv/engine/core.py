@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from aiokv.control.base import Channel
-from aiokv.device.base import Event
+from aiokv.device.base import Event, Stream
 from aiokv.device.cache import KVCache
 from aiokv.device.poller import CompletionPoller
 from aiokv.engine.leases import BlockLeases, Lease
@@ -104,7 +104,7 @@ class Core:
         #: Producer: whose parts use an accepted link.
         self._accepted: dict[bytes, Session] = {}
         #: Layers said to be ready, by any thread, that the loop has not looked at yet.
-        self._announced: deque[tuple[Offer, int, Event]] = deque()
+        self._announced: deque[tuple[Offer, int, Stream, Event]] = deque()
         self._announced_woke = False
         self._turn_wanted = False
         self._timer: asyncio.TimerHandle | None = None
@@ -171,8 +171,8 @@ class Core:
 
     def layer_ready(self, offer: Offer, layer: int, stream: object | None) -> None:
         """From any thread: note a layer, and wake the loop once for all that are noted by then."""
-        event = self.cache.device.adopt(stream).record()
-        self._announced.append((offer, layer, event))
+        adopted = self.cache.device.adopt(stream)
+        self._announced.append((offer, layer, adopted, adopted.record()))
         if not self._announced_woke:
             self._announced_woke = True
             try:
@@ -185,7 +185,7 @@ class Core:
         self._announced_woke = False
         ready: dict[Offer, int] = {}
         while self._announced:
-            offer, layer, event = self._announced.popleft()
+            offer, layer, stream, event = self._announced.popleft()
             if self._closed or offer.done():
                 continue
             try:
@@ -196,18 +196,18 @@ class Core:
             if done:
                 ready[offer] = ready.get(offer, 0) | 1 << layer
             else:
-                self._watch_ready(offer, layer, event)
+                self._watch_ready(offer, layer, stream, event)
         for offer, mask in ready.items():
             self._ready(offer, mask)
 
-    def _watch_ready(self, offer: Offer, layer: int, event: Event) -> None:
+    def _watch_ready(self, offer: Offer, layer: int, stream: Stream, event: Event) -> None:
         def done(error: DeviceError | None) -> None:
             if error is not None:
                 self.abort(offer.transfer, error, "failed")
             else:
                 self._ready(offer, 1 << layer)
 
-        self.poller.watch(event, event, done)
+        self.poller.watch(event, stream, done)
 
     def _ready(self, offer: Offer, mask: int) -> None:
         self.table.producer.layers_ready(offer.transfer, mask)

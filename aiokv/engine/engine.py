@@ -159,7 +159,7 @@ class TransferEngine:
         """Wait, for at most a second, until the peers have read the last messages; then say BYE."""
         waiting = [session for session in core.peers.sessions if _unread(session)]
         for session in waiting:
-            session.ask_for_ack()
+            session.ask()
         core.wake()
         try:
             async with asyncio.timeout(self._settings.close_ns / 1e9):

@@ -12,7 +12,7 @@ __all__ = ["open_link"]
 
 
 async def open_link(
-    transports: Sequence[Transport], offered: Mapping[str, bytes], peer: PeerInfo, timeout: float
+    transports: Sequence[Transport], offered: Mapping[str, bytes], peer: PeerInfo, within: float
 ) -> tuple[Transport, Link]:
     """Open a link by the first transport that both ends have and that proves itself.
 
@@ -20,7 +20,7 @@ async def open_link(
         transports: The transports that may be used here, best first.
         offered: What the producer said of its transports, by name.
         peer: The producer.
-        timeout: Seconds that each attempt may take.
+        within: Seconds that each attempt may take.
 
     Returns:
         The transport, and the link, which the caller closes.
@@ -34,10 +34,10 @@ async def open_link(
             faults.append(f"{transport.name}: not offered there")
             continue
         try:
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(within):
                 return transport, await transport.connect(offered[transport.name], peer)
         except TimeoutError:
-            faults.append(f"{transport.name}: no answer within {timeout:g} s")
+            faults.append(f"{transport.name}: no answer within {within:g} s")
         except (AiokvError, OSError) as error:
             faults.append(f"{transport.name}: {error}")
     unknown = sorted(set(offered) - {transport.name for transport in transports})

@@ -246,7 +246,7 @@ class Mover:
         if part.role == "consumer" and session is not None and self._clock() >= session.lease_held:
             # Read now, the bytes may be another request's already.
             self._scheduler.finished(chunk.nbytes)
-            movement.held_back.append(chunk)
+            self._hold_back(movement, chunk, session)
             return
         try:
             if part.role == "consumer":
@@ -299,9 +299,14 @@ class Mover:
         if part.role == "consumer" and session is not None and self._clock() > session.lease_held:
             # It ended after the time that the producer vouched for. Once the producer confirms
             # that it still holds the blocks, the same bytes are read again.
-            movement.held_back.append(chunk)
+            self._hold_back(movement, chunk, session)
             return
         self._landed(movement, chunk.layer, chunk.nbytes)
+
+    def _hold_back(self, movement: _Movement, chunk: Chunk, session: Session) -> None:
+        if not movement.held_back:
+            session.ask()
+        movement.held_back.append(chunk)
 
     def _landed(self, movement: _Movement, layer: int, nbytes: int) -> None:
         part = movement.part

@@ -121,8 +121,14 @@ class Producer:
             self._refuse(session, grant, part, "the offer has no reader left for this engine")
             return
         reason, text = self._fault(session, offering, grant)
-        if reason:
+        if reason or session.hello is None:
             self._refuse(session, grant, reason, text)
+            return
+        try:
+            peer_blocks = unpack_blocks(grant.blocks, session.hello.layout) if grant.blocks else ()
+        except RemoteProtocolError as error:
+            # Refused and not raised: a grant that waited is looked at in the middle of offer().
+            self._refuse(session, grant, "blocks", str(error))
             return
         if part.session is None:
             self._ledger.bind(part, session, now)
@@ -134,8 +140,7 @@ class Producer:
         part.one_sided = not grant.blocks
         part.first_token = grant.first_token
         part.tokens = offering.tokens if grant.tokens < 0 else grant.tokens
-        if grant.blocks and session.hello is not None:
-            part.peer_blocks = unpack_blocks(grant.blocks, session.hello.layout)
+        part.peer_blocks = peer_blocks
         self._ledger.shorten(part, deadline)
         self._ledger.act(ActionKind.START, part)
 

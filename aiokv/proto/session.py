@@ -273,8 +273,8 @@ class Session:
         """A part ended."""
         self.live -= 1
 
-    def ask_for_ack(self) -> None:
-        """Send something that the peer answers, so that what was sent so far becomes acknowledged."""
+    def ask(self) -> None:
+        """Ask for a sign of life now: it acknowledges what was sent so far, and extends the lease."""
         self.send(Ping())
 
     def next_timer(self) -> int | None:
