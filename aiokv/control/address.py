@@ -11,8 +11,9 @@ from typing import Any
 
 __all__ = ["TcpAddress"]
 
+_LABEL = r"\w(?:[\w-]{0,61}\w)?"
 _PATTERN = re.compile(
-    r"tcp://(?:\[(?P<six>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>\*|\w(?:[\w.-]*\w)?))(?::(?P<port>[0-9]{1,5}))?",
+    rf"tcp://(?:\[(?P<six>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>\*|{_LABEL}(?:\.{_LABEL})*))(?::(?P<port>[0-9]{{1,5}}))?",
     re.ASCII,
 )
 
