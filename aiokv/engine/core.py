@@ -294,7 +294,8 @@ class Core:
             case ActionKind.MOVE:
                 self.mover.move(part, action.mask)
             case ActionKind.STOP:
-                self.mover.stop(part)
+                peer = self.peers.peer_of(part.session) if part.session is not None else None
+                self.mover.stop(part, peer.link if peer is not None else None)
             case ActionKind.QUARANTINE:
                 self._unsure.add(part.transfer)
             case ActionKind.ENDED:

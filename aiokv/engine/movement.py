@@ -174,10 +174,17 @@ class Mover:
                 self._scheduler.add(movement.flow, part, chunks, priority)
         self._wake()
 
-    def stop(self, part: Part) -> None:
-        """Submit nothing more of a part; the table hears when nothing is in flight."""
+    def stop(self, part: Part, link: Link | None) -> None:
+        """Submit nothing more of a part; the table hears when nothing is in flight.
+
+        Args:
+            part: The part.
+            link: The link to its producer, at a consumer, as long as there is one.
+        """
         movement = self._movements.get(part)
         if movement is None:
+            if part.role == "consumer" and not part.one_sided and link is not None:
+                link.forget(part.transfer.key)  # the producer may have begun to send
             self._table.ledger.quiet(part)
             return
         movement.stopped = True

@@ -95,7 +95,8 @@ class Link(Protocol):
         """Two-sided, at the consumer: chunks of ``part`` may arrive from now on.
 
         ``landed(layer, nbytes)`` is called on the loop when so many more bytes of a layer are in
-        place. Data of a part that is not expected, or chunks outside the plan, cut the link.
+        place. Data may overtake the call by a little; data of a part that nobody comes to expect, or
+        chunks outside the plan, cut the link.
         """
 
     def forget(self, part: PartId) -> None:

@@ -9,6 +9,7 @@ is never held for long.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ _AHEAD = 1 << 20
 _SCRATCH = 64 << 10
 #: Forgotten parts that are remembered; data of older ones cuts the link.
 _FORGOTTEN = 4096
+#: How long data may be ahead of the control message that announces it, in seconds.
+_AHEAD_S = 2.0
 
 
 class StreamEnd(LinkEnd):
@@ -212,6 +215,9 @@ class Receiver(StreamEnd):
         self._vector = self._into(np.empty(0, np.int64), np.empty(0, np.int64), header=True)
         #: How many bytes of ``_vector`` are the frame's.
         self._payload = 0
+        #: Part of a frame that came before anybody expected it, and the timer that ends the wait.
+        self._early = b""
+        self._early_timer: asyncio.TimerHandle | None = None
         super().__init__(link, name, sock, io, table)
 
     def expect(
@@ -224,6 +230,7 @@ class Receiver(StreamEnd):
         if tag in self._parts or tag in self._forgotten:
             raise LocalProtocolError(f"part {part} was expected before; a new attempt needs a new number")
         self._parts[tag] = _Arriving(plan, dst, landed)
+        self._resume(tag)
 
     def forget(self, part: PartId) -> None:
         """From this call on nothing of ``part`` is written to its memory; what comes is drained."""
@@ -235,11 +242,28 @@ class Receiver(StreamEnd):
         if self._tag == tag:
             self._tag = b""
             self._drain(self._payload - self._vector.done)
+        self._resume(tag)
+
+    def _wait_for(self, tag: bytes) -> None:
+        """Data overtook the control message that it belongs to: read on once that has come."""
+        self._early = tag
+        self._loop.remove_reader(self._fd)
+        text = "the producer sent data of a part that nobody expects"
+        self._early_timer = self._loop.call_later(_AHEAD_S, self._end, text)
+
+    def _resume(self, tag: bytes) -> None:
+        if tag == self._early and self._early_timer is not None and not self._lost:
+            self._early = b""
+            self._early_timer.cancel()
+            self._early_timer = None
+            self._begin()
+            if not self._lost:
+                self._loop.add_reader(self._fd, self._readable)
 
     def _readable(self) -> None:
         budget = _SLICE
         try:
-            while budget and not self._lost:
+            while budget and not self._lost and not self._early:
                 asked = min(budget, self._vector.left)
                 moved = self._io.read(self._fd, self._vector, asked)
                 if not moved:
@@ -275,7 +299,7 @@ class Receiver(StreamEnd):
             return
         part = self._parts.get(tag)
         if part is None:
-            self._end("the producer sent data of a part that nobody expects")
+            self._wait_for(tag)
             return
         try:
             part.plan.check(chunk)
@@ -310,5 +334,7 @@ class Receiver(StreamEnd):
 
     def _end(self, reason: str) -> None:
         super()._end(reason)
+        if self._early_timer is not None:
+            self._early_timer.cancel()
         self._parts.clear()
         self._tag = b""
