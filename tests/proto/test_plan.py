@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiokv.errors import InvalidBlocks, LayoutMismatch
-from aiokv.proto.layout import CacheLayout, GroupLayout, GroupPlacement, Placement, itemsize
+from aiokv.proto.layout import CacheLayout, GroupLayout, GroupPlacement, Kind, Placement, itemsize
 from aiokv.proto.plan import Chunk, Copy, CopyPlan, GroupBlocks, Side, plan_copy
 
 #: (axes, split) of everything that keeps K and V of several heads.
@@ -27,6 +27,7 @@ FULL = [
     ("bhtd", True),
 ]
 LATENT = [("btd", False), ("bthd", False)]
+KINDS: list[Kind] = ["attention", "attention", "window", "mla", "state"]
 
 Pair = tuple[int, int, int, int]
 
@@ -155,7 +156,7 @@ def cases(draw: st.DrawFn) -> tuple[Side, Side, int, int, tuple[int, int]]:
     lists: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
     layers = 0
     for _ in range(draw(st.integers(1, 2))):
-        kind = draw(st.sampled_from(["attention", "attention", "window", "mla", "state"]))
+        kind: Kind = draw(st.sampled_from(KINDS))
         count = draw(st.integers(1, 2))
         head_size = draw(st.sampled_from([1, 3]))
         dtype = draw(st.sampled_from(["uint8", "bfloat16"]))
@@ -229,7 +230,7 @@ def test_chunks_cover_each_piece_once_and_keep_to_the_limit(
     plan = plan_copy(src, dst, first_token=first_token, tokens=tokens, heads=heads)
     for layer in plan.layers:
         copies = plan.copies(layer)
-        seen = []
+        seen: list[tuple[int, int]] = []
         for chunk in plan.chunks(layer, limit):
             plan.check(chunk)
             assert chunk.layer == layer
@@ -383,6 +384,15 @@ def test_runs_join_across_a_chunk_only_where_both_sides_adjoin() -> None:
         [block, 9 * block],
         [block] * 2,
     ]
+    assert copy.extents(1, 4)[2].tolist() == [block, 2 * block]
+
+
+def test_a_few_blocks_in_a_row_do_not_make_two_copies() -> None:
+    layout = attention("sbthd")
+    plan = plan_copy(
+        side(layout, [4, 5, 6, 9, 20]), side(layout, [0, 1, 2, 7, 3]), first_token=0, tokens=80, heads=(0, 8)
+    )
+    assert [copy.section.shape for copy in plan.copies(0)] == [(2,)]
 
 
 # -- groups -----------------------------------------------------------------------------------------
@@ -433,7 +443,8 @@ def test_nothing_to_move_is_a_plan_of_nothing(first_token: int) -> None:
     one = side(CacheLayout(groups=(group((0, 1)),)), [])
     plan = plan_copy(one, one, first_token=first_token, tokens=8, heads=(0, 2))
     assert (plan.layers, plan.total) == ((0, 1), 0)
-    assert list(plan.copies(1)) == list(plan.chunks(1, 1 << 20)) == []
+    assert list(plan.copies(1)) == []
+    assert list(plan.chunks(1, 1 << 20)) == []
     assert plan.nbytes(1) == 0
 
 
@@ -491,10 +502,22 @@ def test_a_placement_that_leads_out_of_its_buffer_is_refused(change: str) -> Non
         plan_copy(bad, good, first_token=0, tokens=8, heads=(0, 2))
 
 
+def test_heads_can_be_given_group_by_group() -> None:
+    latent = group((2,), kind="mla", axes="btd", heads=(0, 1), total_heads=1)
+    layout = CacheLayout(groups=(group((0,)), group((1,)), latent))
+    one = side(layout, [0, 1])
+    plan = plan_copy(one, one, first_token=0, tokens=8, heads=[(0, 2), (1, 2), (0, 0)])
+    assert [plan.nbytes(layer) for layer in plan.layers] == [8 * 4 * 8, 8 * 2 * 8, 0]
+    with pytest.raises(ValueError, match="heads of 2 groups, there are 3"):
+        plan_copy(one, one, first_token=0, tokens=8, heads=[(0, 2), (1, 2)])
+    with pytest.raises(ValueError, match="group 1 of the source keeps the heads"):
+        plan_copy(one, one, first_token=0, tokens=8, heads=[(0, 2), (1, 3), (0, 1)])
+
+
 @pytest.mark.parametrize("heads", [(0, 3), (1, 1), (2, 1), (-1, 1)])
 def test_heads_that_a_side_does_not_keep_are_refused(heads: tuple[int, int]) -> None:
     one = side(CacheLayout(groups=(group((0,)),)), [0])
-    with pytest.raises(ValueError, match="keeps the heads"):
+    with pytest.raises(ValueError, match=r"keeps? the heads"):
         plan_copy(one, one, first_token=0, tokens=4, heads=heads)
 
 
