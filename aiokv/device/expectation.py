@@ -11,15 +11,21 @@ while polling, and so lie between two looks, lengthen it.
 
 from __future__ import annotations
 
-__all__ = ["Expectations", "interval_ns"]
+from typing import NamedTuple
+
+__all__ = ["Expectations", "Outlook", "interval_ns"]
 
 #: Share of operations that may be done before the first look: their lag is small, since steps
 #: are, and not to allow any would mean to poll for the whole of the variation.
-LATE_SHARE = 0.25
+LATE_SHARE = 0.1
 #: The sleep ends this much early at first: what a timer takes to wake the loop.
 GUARD_NS = 10_000
 #: Sleeps shorter than this aren't worth a timer.
 SHORTEST_SLEEP_NS = 30_000
+#: Where operations are polled for less than this on average, it is worth to look each turn.
+WORTH_SPINNING_NS = 70_000
+#: Where not, looks are this part of that average apart.
+POLLED_PARTS = 8
 #: Smallest step of the correction: the jitter of a timer.
 SMALLEST_STEP_NS = 4_000
 #: Number of streams and sizes that corrections are kept for.
@@ -32,11 +38,27 @@ LATE_PARTS = 100
 LONGEST_LATE_INTERVAL_NS = 10_000_000
 
 
-def interval_ns(waited_ns: int) -> int:
-    """Time to the next look, when polling has gone on for ``waited_ns`` and isn't worth each turn.
+class Outlook(NamedTuple):
+    """What to do about one operation, in nanoseconds."""
 
-    A quarter of the time waited, at most 1 ms; for what takes longer than 0.1 s, 1 % of it.
+    #: How long to sleep before the first look.
+    sleep_ns: int
+    #: How far apart to look then; 0 where it is worth to look each turn.
+    pace_ns: int
+
+
+#: For an operation that nobody expects anything of.
+UNKNOWN = Outlook(0, 0)
+
+
+def interval_ns(waited_ns: int, pace_ns: int = 0) -> int:
+    """Time to the next look, when polling has gone on for ``waited_ns``.
+
+    The pace, for twice as long as usual. Then a quarter of the time waited, at most 1 ms; for
+    what takes longer than 0.1 s, 1 % of it.
     """
+    if waited_ns < 2 * POLLED_PARTS * pace_ns:
+        return pace_ns
     longest = max(LONGEST_INTERVAL_NS, min(waited_ns // LATE_PARTS, LONGEST_LATE_INTERVAL_NS))
     return min(max(waited_ns // 4, SHORTEST_INTERVAL_NS), longest)
 
@@ -49,7 +71,7 @@ class _Correction:
     def __init__(self) -> None:
         #: Where to wake: a low quantile of the duration.
         self.wake = 1.0
-        #: How far durations lie from there, which is how far a correction goes.
+        #: How far durations lie from there on average, which is how far a correction goes.
         self.step = 0.125
         #: The sleep before this one was too long.
         self.overslept = False
@@ -62,19 +84,22 @@ class Expectations:
     ones, so each power of two is a matter of its own.
     """
 
-    __slots__ = ("_corrections",)
+    __slots__ = ("_corrections", "_uncorrected")
 
     def __init__(self) -> None:
+        #: What guesses are taken for before anything is known of them; never changed.
+        self._uncorrected = _Correction()
         self._corrections: dict[tuple[int, int], _Correction] = {}
 
-    def sleep_ns(self, stream: object, expected_ns: int) -> int:
-        """How long to sleep before the first look at what is expected to take ``expected_ns``."""
+    def outlook(self, stream: object, expected_ns: int) -> Outlook:
+        """When to look at what its caller expects to take ``expected_ns``; 0 is not to know."""
         if expected_ns <= 0:
-            return 0
-        correction = self._corrections.get(_key(stream, expected_ns))
-        wake = 1.0 if correction is None else correction.wake
-        sleep = int(expected_ns * wake) - GUARD_NS
-        return sleep if sleep >= SHORTEST_SLEEP_NS else 0
+            return UNKNOWN
+        correction = self._corrections.get(_key(stream, expected_ns), self._uncorrected)
+        sleep = int(expected_ns * correction.wake) - GUARD_NS
+        polled = int(expected_ns * correction.step)
+        pace = 0 if polled < WORTH_SPINNING_NS else max(polled // POLLED_PARTS, SHORTEST_INTERVAL_NS)
+        return Outlook(sleep if sleep >= SHORTEST_SLEEP_NS else 0, pace)
 
     def learn(
         self, stream: object, expected_ns: int, *, slept_ns: int, pending_ns: int, done_ns: int
@@ -84,7 +109,7 @@ class Expectations:
         Args:
             stream: Stream it ran on.
             expected_ns: What the caller had said.
-            slept_ns: When the first look was due (``sleep_ns`` at that time).
+            slept_ns: When the first look was due (its outlook's ``sleep_ns``).
             pending_ns: When it was last seen pending.
             done_ns: When it was first seen done.
         """

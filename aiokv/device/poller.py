@@ -63,16 +63,24 @@ class PollerStatistics:
 class _Watch:
     """One event that somebody waits for."""
 
-    __slots__ = ("callback", "event", "expected_ns", "started", "wake_at")
+    __slots__ = ("callback", "event", "expected_ns", "pace_ns", "started", "wake_at")
 
     def __init__(
-        self, event: Event, callback: Callback, expected_ns: int, started: int, wake_at: int
+        self,
+        event: Event,
+        callback: Callback,
+        expected_ns: int,
+        started: int,
+        wake_at: int,
+        pace_ns: int,
     ) -> None:
         self.event = event
         self.callback = callback
         self.expected_ns = expected_ns
         self.started = started
+        #: When the first look is due, and how far apart looks are then.
         self.wake_at = wake_at
+        self.pace_ns = pace_ns
 
 
 class _Lane:
@@ -185,11 +193,12 @@ class CompletionPoller:
         if self._closed:
             raise ClosedError("the completion poller was closed")
         now = self._clock()
-        wake_at = now + self._expectations.sleep_ns(stream, expected_ns)
+        sleep_ns, pace_ns = self._expectations.outlook(stream, expected_ns)
+        wake_at = now + sleep_ns
         lane = self._lanes.get(stream)
         if lane is None:
             lane = self._lanes[stream] = _Lane(stream)
-        watch = _Watch(event, callback, expected_ns, now, wake_at)
+        watch = _Watch(event, callback, expected_ns, now, wake_at, pace_ns)
         lane.watches.append(watch)
         self._pending += 1
         if len(lane.watches) > 1:
@@ -313,8 +322,9 @@ class CompletionPoller:
             return
         lane.looks += 1
         polled_ns = now - lane.polling_since
-        if self._patience_ns or polled_ns >= self._spin_ns or lane.looks > MOST_TURNS:
-            lane.look_at = now + max(interval_ns(polled_ns), self._patience_ns)
+        spent = polled_ns >= self._spin_ns or lane.looks > MOST_TURNS
+        if spent or watch.pace_ns or self._patience_ns:
+            lane.look_at = now + max(interval_ns(polled_ns, watch.pace_ns), self._patience_ns)
         else:
             lane.look_at = now
 
