@@ -29,14 +29,14 @@ from dataclasses import dataclass
 
 from aiokv.errors import PeerLostError
 
-__all__ = ["MAX_FDS", "Listener", "Welcome", "greet", "new_token"]
+__all__ = ["MAX_EXTRA", "MAX_FDS", "Listener", "Welcome", "greet", "new_token"]
 
 _NONCE = 16
 _PROOF = 32
 #: Link id, proof, and length of what follows.
 _WELCOME = struct.Struct("!16s32sI")
 #: Most that a transport says to its consumers, in bytes.
-_MAX_EXTRA = 1 << 16
+MAX_EXTRA = 1 << 16
 #: Most descriptors that one message can carry (SCM_MAX_FD).
 MAX_FDS = 253
 #: How long a connection may take to prove itself, in seconds.
@@ -90,8 +90,8 @@ class Listener:
         fds: Sequence[int],
         admit: Callable[[socket.socket, bytes], None],
     ) -> None:
-        if len(extra) > _MAX_EXTRA or len(fds) > MAX_FDS:
-            raise ValueError(f"at most {_MAX_EXTRA} bytes and {MAX_FDS} descriptors fit into a welcome")
+        if len(extra) > MAX_EXTRA or len(fds) > MAX_FDS:
+            raise ValueError(f"at most {MAX_EXTRA} bytes and {MAX_FDS} descriptors fit into a welcome")
         self._sock = sock
         self._token = token
         self._extra = extra
@@ -230,7 +230,7 @@ async def greet(sock: socket.socket, token: bytes) -> Welcome:
         link, proof, size = _WELCOME.unpack(head)
         if not hmac.compare_digest(proof, _proof(token, b"producer", ours, theirs, link)):
             raise PeerLostError("who answers there does not know the producer's token")
-        if size > _MAX_EXTRA:
+        if size > MAX_EXTRA:
             raise PeerLostError(f"the producer announces {size} bytes, more than a handshake can have")
         extra = await _receive(sock, size, fds)
     except BaseException:

@@ -89,7 +89,7 @@ class Vector:
 
 
 class VectorIO:
-    """The system calls that take vectors. None of them waits."""
+    """The system calls that take vectors. None of them waits for anybody."""
 
     def __init__(self) -> None:
         # PyDLL keeps the GIL during a call, CDLL doesn't.
@@ -98,6 +98,10 @@ class VectorIO:
             for name in ("readv", "writev"):
                 getattr(library, name).restype = ctypes.c_ssize_t
                 getattr(library, name).argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+            if hasattr(library, "process_vm_readv"):  # Linux
+                library.process_vm_readv.restype = ctypes.c_ssize_t
+                vector = (ctypes.c_void_p, ctypes.c_ulong)
+                library.process_vm_readv.argtypes = (ctypes.c_int, *vector, *vector, ctypes.c_ulong)
 
     def read(self, fd: int, into: Vector, limit: int) -> int:
         """Read from a non-blocking descriptor to where ``into`` goes on.
@@ -125,6 +129,30 @@ class VectorIO:
         address, count, asked = vector.begin(limit)
         moved: int = getattr(self._libraries[asked > _RELEASE_BYTES], name)(fd, address, count)
         vector.end(count, asked, max(moved, 0))
+        if moved < 0:
+            raise _last_error()
+        return moved
+
+    def read_process(self, pid: int, into: Vector, out: Vector) -> int:
+        """Read from the memory of another process, or this one, on this host.
+
+        Args:
+            pid: The process.
+            into: Where to, here.
+            out: Where from, there; the same lengths as ``into``, and as far worked off.
+
+        Returns:
+            How many bytes were read: not all where there are many ranges, or where memory ends.
+
+        Raises:
+            OSError: As process_vm_readv(2).
+        """
+        to, count, asked = into.begin(into.left)
+        at, _, _ = out.begin(into.left)
+        library = self._libraries[asked > _RELEASE_BYTES]
+        moved: int = library.process_vm_readv(pid, to, count, at, count, 0)
+        for vector in (into, out):
+            vector.end(count, asked, max(moved, 0))
         if moved < 0:
             raise _last_error()
         return moved

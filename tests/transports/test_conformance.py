@@ -8,6 +8,7 @@ from aiokv.proto.layout import CacheLayout
 from aiokv.testing.transport_kit import Kit
 from aiokv.testing.transports import CASES, Case
 from aiokv.transports.base import Transport
+from aiokv.transports.cma import CmaTransport
 from aiokv.transports.memory import MemoryHub, MemoryTransport
 from aiokv.transports.shm import ShmTransport
 from aiokv.transports.tcp import TcpTransport
@@ -40,12 +41,17 @@ class ShmKit(Kit):
         return ShmTransport()
 
 
+class CmaKit(Kit):
+    def make_transport(self) -> Transport:
+        return CmaTransport()
+
+
 class TcpKit(Kit):
     def make_transport(self) -> Transport:
         return TcpTransport()
 
 
-KITS = {"memory": MemoryKit, "mocked": MockedKit, "shm": ShmKit, "tcp": TcpKit}
+KITS = {"memory": MemoryKit, "mocked": MockedKit, "shm": ShmKit, "cma": CmaKit, "tcp": TcpKit}
 
 
 @pytest.mark.asyncio

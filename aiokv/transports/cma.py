@@ -1,0 +1,209 @@
+"""``cma``: a consumer on the same host reads the producer's memory by ``process_vm_readv``.
+
+For any host memory, with one copy and nothing to map or pass. The kernel allows it where it would
+allow ptrace, so containers and hardened hosts often refuse it: that is found out on connecting.
+
+A process id is reused when its process is gone, so it is held by a pidfd, and what was read counts
+only if the process was there before and after.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from aiokv.device.base import Buffer, Event, Stream
+from aiokv.device.cache import KVCache
+from aiokv.errors import DeviceError, PeerLostError
+from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.transports.base import PeerInfo
+from aiokv.transports.handshake import MAX_EXTRA, Welcome
+from aiokv.transports.local import LocalEnd, LocalTransport, Offer
+from aiokv.transports.vectors import Vector, VectorIO
+
+__all__ = ["CmaTransport"]
+
+_NONCE = 32
+#: struct ucred: process, user and group id.
+_CREDENTIALS = struct.Struct("3i")
+
+
+#: An address in user space.
+_At = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+
+
+class _Memory(msgspec.Struct, frozen=True, array_like=True):
+    """What a producer says to consumers that it lets in; all addresses are in its own process."""
+
+    nonce: bytes
+    #: Where the nonce can be read.
+    nonce_at: _At
+    #: Where each buffer of its placement starts, and its size in bytes.
+    buffers: tuple[tuple[_At, int], ...]
+
+
+class CmaTransport(LocalTransport):
+    """One engine's end of the cross-memory paths on its host; see ``Transport``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._io = VectorIO()
+        #: What proves to a consumer that it reads the right process. Stays where it is.
+        self._nonce = np.frombuffer(secrets.token_bytes(_NONCE), dtype=np.uint8)
+
+    @property
+    def name(self) -> str:
+        """``"cma"``."""
+        return "cma"
+
+    def _offer(self, cache: KVCache) -> Offer:
+        if cache.device.kind != "host":
+            raise DeviceError(f"cma: the cache is {cache.device.kind} memory; only the host's can be read")
+        buffers = tuple((buffer.address, buffer.nbytes) for buffer in cache.buffers)
+        extra = msgspec.msgpack.encode(_Memory(self._nonce.tobytes(), self._nonce.ctypes.data, buffers))
+        if len(extra) > MAX_EXTRA:
+            raise DeviceError(f"cma: {len(buffers)} buffers are more than a handshake can tell of")
+        return Offer(extra)
+
+    def _withdraw(self) -> None:
+        pass
+
+    async def _open(self, sock: socket.socket, welcome: Welcome, cache: KVCache, peer: PeerInfo) -> LocalEnd:
+        try:
+            there = msgspec.msgpack.decode(welcome.extra, type=_Memory)
+        except msgspec.DecodeError as error:
+            raise PeerLostError(f"it doesn't say where its memory is: {error}") from error
+        if tuple(nbytes for _, nbytes in there.buffers) != peer.placement.buffers:
+            raise PeerLostError("its buffers are not those of its placement")
+        self._opened()
+        process = _Process(sock, self._io)
+        try:
+            process.prove(there)
+            return _ConsumerEnd(welcome.link, self, sock, process, [at for at, _ in there.buffers])
+        except BaseException:
+            process.close()
+            raise
+
+
+class _Process:
+    """The process at the other end of a socket, as the kernel says, not as that process does."""
+
+    def __init__(self, sock: socket.socket, io: VectorIO) -> None:
+        credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.pid, _, _ = _CREDENTIALS.unpack(credentials)
+        if self.pid <= 0:
+            raise PeerLostError("its process can't be seen from here (another pid namespace)")
+        try:
+            #: Readable once the process has ended.
+            self.fd = os.pidfd_open(self.pid)
+        except OSError as error:
+            raise PeerLostError(f"its process {self.pid} can't be held: {error}") from error
+        self._io = io
+        self._poll = select.poll()
+        self._poll.register(self.fd, select.POLLIN)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return not self._poll.poll(0)
+
+    def read(self, into: Vector, out: Vector) -> None:
+        """Read all of ``out`` there to ``into`` here; see ``VectorIO.read_process``."""
+        while into.left:
+            if not self._io.read_process(self.pid, into, out):
+                raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+
+    def prove(self, there: _Memory) -> None:
+        """Read the nonce.
+
+        Raises:
+            PeerLostError: It can't be read, or is another one.
+        """
+        nonce = np.zeros(_NONCE, dtype=np.uint8)
+        size = np.array([_NONCE])
+        try:
+            self.read(Vector(np.array([nonce.ctypes.data]), size), Vector(np.array([there.nonce_at]), size))
+        except PermissionError as error:
+            raise PeerLostError(
+                f"process_vm_readv of its process {self.pid} is refused; it takes what ptrace takes: the "
+                "same user, kernel.yama.ptrace_scope=0 or CAP_SYS_PTRACE, and a container that allows it"
+            ) from error
+        except OSError as error:
+            raise PeerLostError(f"the memory of its process {self.pid} can't be read: {error}") from error
+        if not hmac.compare_digest(nonce.tobytes(), there.nonce):
+            raise PeerLostError(f"what it wrote is not what can be read in process {self.pid}")
+
+    def close(self) -> None:
+        """Let go of it, once."""
+        os.close(self.fd)
+        self.fd = -1
+
+
+class _ConsumerEnd(LocalEnd):
+    """Reads the producer's memory."""
+
+    def __init__(
+        self,
+        link: bytes,
+        owner: CmaTransport,
+        sock: socket.socket,
+        process: _Process,
+        buffers: Sequence[int],
+    ) -> None:
+        super().__init__(link, owner.name, sock, owner.ends)
+        self._process = process
+        #: Where each of the producer's buffers starts, there.
+        self._buffers = buffers
+        self._loop.add_reader(process.fd, self.alive)
+
+    def alive(self) -> bool:
+        """Whether the other end and its process are there; see ``LocalEnd.alive``.
+
+        A child that the producer forked may hold the socket open, but has not its memory.
+        """
+        if not super().alive():
+            return False
+        if not self._process.alive:
+            self._end("its process has ended")
+            return False
+        return True
+
+    def read(self, plan: CopyPlan, chunk: Chunk, dst: Sequence[Buffer], *, stream: Stream) -> Event:
+        """Read one chunk, now; on the host ``stream`` has nothing to wait for."""
+        if not self.alive():
+            raise self.lost_error()
+        copy = plan.copies(chunk.layer)[chunk.copy]
+        offsets, targets, lengths = copy.extents(chunk.lo, chunk.hi)
+        into = Vector(targets + dst[copy.dst_buffer].address, lengths)
+        out = Vector(offsets + self._buffers[copy.src_buffer], lengths)
+        failure = None
+        try:
+            self._process.read(into, out)
+        except OSError as error:
+            failure = error
+        if not self.alive():  # the memory may have held anything by the time it was read
+            raise self.lost_error() from failure
+        if failure is not None:
+            raise DeviceError(f"cma: {chunk} can't be read: {failure}") from failure
+        return stream.record()
+
+    def close(self) -> None:
+        """Read no more, and tell the producer."""
+        self._end("closed at this end")
+
+    def abandon(self) -> None:
+        """Let go of the socket and the process."""
+        super().abandon()
+        if self._process.fd >= 0:
+            self._loop.remove_reader(self._process.fd)
+            self._process.close()
