@@ -374,16 +374,18 @@ class Core:
 
     def _set_timer(self) -> None:
         timers = (self.table.next_timer(), self.peers.next_timer())
-        when = min((each for each in timers if each is not None), default=0)
-        if when == self._timer_at and (self._timer is not None or not when):
-            return
+        wanted = min((each for each in timers if each is not None), default=None)
+        now = self.clock()
         if self._timer is not None:
+            if wanted is not None and (wanted == self._timer_at or self._timer_at <= now):
+                return  # it is set for then, or due already and sees to all that is
             self._timer.cancel()
             self._timer = None
-        self._timer_at = when
-        if when:
+        if wanted is not None:
+            # 0 is as soon as possible: due now, and not late.
+            self._timer_at = wanted or now
             # Rounded up to whole milliseconds: a timer that fires early would only be set again.
-            delay = max(0, -(-(when - self.clock()) // 1_000_000)) / 1000
+            delay = max(0, -(-(self._timer_at - now) // 1_000_000)) / 1000
             self._timer = self.loop.call_later(delay, self._on_timer)
 
     def _on_timer(self) -> None:
@@ -399,7 +401,6 @@ class Core:
             self._timer = self.loop.call_later(_READ_INPUT_S, self._on_timer)
             return
         self._late = False
-        self._timer_at = 0
         self.table.handle_timer(now)
         self.peers.handle_timer(now)
         self.wake()
