@@ -224,6 +224,8 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
 _ENCODER = msgspec.msgpack.Encoder()
 _FRAMES = msgspec.msgpack.Decoder(Frame)
 _MESSAGES = msgspec.msgpack.Decoder(Message)
+#: What decoding raises; RecursionError where somebody nested arrays for the sake of it.
+_MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def encode_message(message: Message) -> bytes:
@@ -244,7 +246,7 @@ def decode_frame(data: bytes) -> Frame:
     """
     try:
         return _FRAMES.decode(data)
-    except (msgspec.MsgspecError, ValueError) as exc:
+    except _MALFORMED as exc:
         raise RemoteProtocolError(f"not a frame: {exc}") from exc
 
 
@@ -256,7 +258,7 @@ def decode_messages(frame: Frame) -> list[Message]:
     """
     try:
         return [_MESSAGES.decode(raw) for raw in frame.body]
-    except (msgspec.MsgspecError, ValueError) as exc:
+    except _MALFORMED as exc:
         raise RemoteProtocolError(f"malformed message: {exc}") from exc
 
 
