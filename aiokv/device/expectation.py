@@ -22,8 +22,10 @@ LATE_SHARE = 0.1
 GUARD_NS = 10_000
 #: Sleeps shorter than this aren't worth a timer.
 SHORTEST_SLEEP_NS = 30_000
-#: Where operations are polled for less than this on average, it is worth to look each turn.
+#: Where operations are polled for less than this on average, or than this part of what they
+#: take, it is worth to look each turn.
 WORTH_SPINNING_NS = 70_000
+WORTH_SPINNING_PARTS = 50
 #: Where not, looks are this part of that average apart.
 POLLED_PARTS = 8
 #: Smallest step of the correction: the jitter of a timer.
@@ -71,7 +73,7 @@ class _Correction:
     def __init__(self) -> None:
         #: Where to wake: a low quantile of the duration.
         self.wake = 1.0
-        #: How far durations lie from there on average, which is how far a correction goes.
+        #: How long after the first look they are done on average: how far a correction goes.
         self.step = 0.125
         #: The sleep before this one was too long.
         self.overslept = False
@@ -98,39 +100,33 @@ class Expectations:
         correction = self._corrections.get(_key(stream, expected_ns), self._uncorrected)
         sleep = int(expected_ns * correction.wake) - GUARD_NS
         polled = int(expected_ns * correction.step)
-        pace = 0 if polled < WORTH_SPINNING_NS else max(polled // POLLED_PARTS, SHORTEST_INTERVAL_NS)
+        worth = max(WORTH_SPINNING_NS, expected_ns // WORTH_SPINNING_PARTS)
+        pace = 0 if polled < worth else max(polled // POLLED_PARTS, SHORTEST_INTERVAL_NS)
         return Outlook(sleep if sleep >= SHORTEST_SLEEP_NS else 0, pace)
 
-    def learn(
-        self, stream: object, expected_ns: int, *, slept_ns: int, pending_ns: int, done_ns: int
-    ) -> None:
-        """Correct the guesses by one operation, whose times count from its watch.
-
-        Args:
-            stream: Stream it ran on.
-            expected_ns: What the caller had said.
-            slept_ns: When the first look was due (its outlook's ``sleep_ns``).
-            pending_ns: When it was last seen pending.
-            done_ns: When it was first seen done.
-        """
+    def overslept(self, stream: object, expected_ns: int) -> None:
+        """Done at the first look, or found done before that was due: the sleep was too long."""
         if expected_ns <= 0:
             return
         correction = self._of(stream, expected_ns)
-        smallest = SMALLEST_STEP_NS / expected_ns
-        if pending_ns < slept_ns:
-            # Done before the first look, or found by chance before that was due: too long. By how
-            # much is not known, so a second time in a row goes twice as far.
-            if correction.overslept:
-                correction.step = min(correction.step * 2, max(correction.wake / 2, smallest))
-            correction.overslept = True
-            correction.wake = max(correction.wake - (1 - LATE_SHARE) * correction.step, 0.0)
+        # By how much is not known, so a second time in a row goes twice as far.
+        if correction.overslept:
+            smallest = SMALLEST_STEP_NS / expected_ns
+            correction.step = min(correction.step * 2, max(correction.wake / 2, smallest))
+        correction.overslept = True
+        correction.wake = max(correction.wake - (1 - LATE_SHARE) * correction.step, 0.0)
+
+    def polled(self, stream: object, expected_ns: int, polled_ns: int) -> None:
+        """Done so long after the first look, which is known, as there were other looks between."""
+        if expected_ns <= 0:
             return
+        correction = self._of(stream, expected_ns)
         correction.overslept = False
-        polled = ((pending_ns + done_ns) / 2 - slept_ns) / expected_ns
         # One operation that was held up says little about the next.
-        polled = min(polled, 4 * correction.step)
+        polled = min(polled_ns / expected_ns, 4 * correction.step)
         correction.wake += LATE_SHARE * polled
-        correction.step = max(correction.step + (polled - correction.step) / 4, smallest)
+        correction.step += (polled - correction.step) / 4
+        correction.step = max(correction.step, SMALLEST_STEP_NS / expected_ns)
 
     def _of(self, stream: object, expected_ns: int) -> _Correction:
         key = _key(stream, expected_ns)

@@ -93,10 +93,9 @@ class _Lane:
         self.watches: deque[_Watch] = deque()
         #: When the oldest was last seen pending; what came after it was pending then, too.
         self.pending_at = 0
-        #: From when on the oldest is polled.
-        self.polling_since = 0
-        #: Looks at the oldest since then.
+        #: Looks at the oldest, since it was due, that saw it pending; and when the first of them was.
         self.looks = 0
+        self.polling_since = 0
         #: When to look next.
         self.look_at = 0
 
@@ -203,7 +202,7 @@ class CompletionPoller:
         self._pending += 1
         if len(lane.watches) > 1:
             return
-        lane.pending_at, lane.polling_since, lane.looks, lane.look_at = now, wake_at, 0, wake_at
+        lane.pending_at, lane.looks, lane.look_at = now, 0, wake_at
         # The loop is awake anyway, so this look costs no wake-up.
         if _over(event):
             # Whoever watches after the fact teaches nothing about durations.
@@ -285,7 +284,7 @@ class CompletionPoller:
                     self._look(lane, now)
         finally:
             self._sweeping = False
-            self._schedule(self._clock())
+            self._schedule(now)
 
     def _look(self, lane: _Lane, now: int) -> None:
         """Deliver what is done on one stream, oldest first, and say when to look at it again."""
@@ -305,9 +304,9 @@ class CompletionPoller:
                 error = DeviceError(f"an event could not be queried: {failure!r}")
                 error.__cause__ = failure
             lane.watches.popleft()
-            lane.looks = 0
-            lane.polling_since = lane.look_at = now
             self._note(lane, watch, now, error)
+            lane.looks = 0
+            lane.look_at = now
             self._deliver(watch, error)
             if self._closed:
                 return
@@ -318,8 +317,10 @@ class CompletionPoller:
         """Plan the next look at an event that was just seen pending."""
         lane.pending_at = now
         if now < watch.wake_at:
-            lane.look_at = lane.polling_since = watch.wake_at
+            lane.look_at = watch.wake_at
             return
+        if not lane.looks:
+            lane.polling_since = now
         lane.looks += 1
         polled_ns = now - lane.polling_since
         spent = polled_ns >= self._spin_ns or lane.looks > MOST_TURNS
@@ -333,18 +334,18 @@ class CompletionPoller:
         if error is not None:
             self._failed += 1
             return
-        pending_at = max(lane.pending_at, watch.started)
-        if pending_at >= watch.wake_at and pending_at > watch.started:
-            self._polled += 1
-            self._lag_ns += now - pending_at
-            self._lag_max_ns = max(self._lag_max_ns, now - pending_at)
-        self._expectations.learn(
-            lane.stream,
-            watch.expected_ns,
-            slept_ns=watch.wake_at - watch.started,
-            pending_ns=pending_at - watch.started,
-            done_ns=now - watch.started,
-        )
+        since = lane.polling_since
+        if not lane.looks:
+            # It came with the one before it. If that was looked at when this was due, so was this.
+            since = watch.wake_at
+            if lane.pending_at < since or lane.pending_at <= watch.started:
+                self._expectations.overslept(lane.stream, watch.expected_ns)
+                return
+        gap = now - lane.pending_at
+        self._polled += 1
+        self._lag_ns += gap
+        self._lag_max_ns = max(self._lag_max_ns, gap)
+        self._expectations.polled(lane.stream, watch.expected_ns, lane.pending_at + gap // 2 - since)
 
     def _deliver(self, watch: _Watch, error: DeviceError | None) -> None:
         self._pending -= 1
@@ -366,13 +367,14 @@ class CompletionPoller:
                 self._armed_at = None
                 self._timer.disarm()
             return
-        look_at = min(lane.look_at for lane in self._lanes.values())
+        look_at = min([lane.look_at for lane in self._lanes.values()])
         if look_at <= now:
             self._turn_asked = now
             self._turn = self._loop.call_soon(self._on_turn)
         elif self._armed_at != look_at:
             self._armed_at = look_at
-            self._timer.arm(look_at - now)
+            # Callbacks may have taken their time since ``now``.
+            self._timer.arm(max(look_at - self._clock(), 0))
 
 
 def _over(event: Event) -> bool:

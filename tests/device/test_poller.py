@@ -53,7 +53,7 @@ class World:
         return self
 
     def arm(self, delay_ns: int) -> None:
-        assert delay_ns > 0
+        assert delay_ns >= 0
         self.armings += 1
         self.due = self.now + delay_ns
 
@@ -419,6 +419,31 @@ def test_lag_and_looks_stay_small_when_durations_vary(world: World, seed: int) -
     assert sum(lags) / 400 < 60 * US
     assert sum(len(event.queries) for event in events) / 400 < 20
     assert world.poller.statistics.wakeups < 6 * 400
+
+
+def test_a_chain_on_one_stream_is_met_link_by_link(world: World, log: Log) -> None:
+    """Each expectation counts from its watch, and so includes what is queued before it."""
+    events: list[At] = []
+    for _ in range(40):
+        start = world.now
+        for n in range(1, 5):
+            events.append(At(world, 1.2 * n * MS))
+            world.poller.watch(events[-1], "s", log.of(len(events)), expected_ns=n * MS)
+        world.run()
+        assert world.now - start < 6 * MS
+    assert log.names == list(range(1, 161))
+    lags = [seen - event.at for (_, _, seen), event in zip(log, events, strict=True)]
+    assert all(lag >= 0 for lag in lags)
+    assert sum(lags[80:]) / 80 < 20 * US
+    assert sum(len(event.queries) for event in events[80:]) / 80 < 20
+
+
+def test_events_that_come_at_once_cost_one_wakeup(world: World, log: Log) -> None:
+    for n in range(100):
+        world.poller.watch(At(world, 5 * MS), n % 4, log.of(n), expected_ns=5 * MS)
+    world.run()
+    assert len(log) == 100
+    assert world.poller.statistics.wakeups <= 3
 
 
 def test_what_was_over_before_it_was_watched_teaches_nothing(world: World, log: Log) -> None:
