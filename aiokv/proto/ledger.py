@@ -7,9 +7,6 @@ leaves ``actions`` for the layer above; it does nothing itself.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-
 from aiokv.errors import (
     AiokvError,
     BusyError,
@@ -24,6 +21,7 @@ from aiokv.proto.messages import Abort, Aborted, Landed, Role
 from aiokv.proto.parts import Event, State
 from aiokv.proto.session import Phase, Session
 from aiokv.proto.settings import Settings
+from aiokv.proto.timers import Timers
 from aiokv.proto.transfers import Action, ActionKind, Key, Part, Transfer
 from aiokv.proto.waiting import Tombstones
 
@@ -51,8 +49,7 @@ class Ledger:
         #: Parts that have a session and have not ended.
         self.parts: dict[tuple[Session, str, int, Role], Part] = {}
         self.tombstones = Tombstones(settings.tombstone_ns, settings.tombstones)
-        self._timers: list[tuple[int, int, Part]] = []
-        self._order = itertools.count()
+        self._timers: Timers[Part] = Timers(lambda part: part.ended)
 
     # -- the beginning of parts
 
@@ -73,7 +70,7 @@ class Ledger:
         """A new part, with its peer if that is known."""
         part = Part(transfer=transfer, role=role, deadline=transfer.deadline)
         transfer.parts.append(part)
-        self._arm(transfer.deadline, part)
+        self._timers.set(transfer.deadline, part)
         if session is not None:
             self.bind(part, session, now)
             self.act(ActionKind.CONNECT, part)
@@ -93,7 +90,7 @@ class Ledger:
         """The other side's deadline is known; the earlier one holds."""
         if deadline < part.deadline:
             part.deadline = deadline
-            self._arm(deadline, part)
+            self._timers.set(deadline, part)
 
     def act(self, kind: ActionKind, part: Part, mask: int = 0) -> None:
         """Leave something to do for the layer above."""
@@ -135,7 +132,7 @@ class Ledger:
     def _drain(self, part: Part, before: State, event: Event) -> None:
         """Wait for whatever is in flight; who waits for what depends on who touches our blocks."""
         part.drain_by = 0
-        self._arm(0, part)  # the bound counts from when a timer first sees the part drain
+        self._timers.set(0, part)  # the bound counts from when a timer first sees the part drain
         readable = part.role == "producer" and part.one_sided and before is State.MOVING
         if readable and event is not Event.DONE and part.session is not None:
             # The consumer may read on until it says ABORTED, is certainly dead, or its lease ends.
@@ -200,21 +197,13 @@ class Ledger:
 
     # -- time
 
-    def _arm(self, when: int, part: Part) -> None:
-        heapq.heappush(self._timers, (when, next(self._order), part))
-
     def next_timer(self) -> int | None:
         """When ``handle_timer`` wants to be called (ns), or None if nothing is pending."""
-        while self._timers and self._timers[0][2].ended:
-            heapq.heappop(self._timers)
-        return self._timers[0][0] if self._timers else None
+        return self._timers.next()
 
     def handle_timer(self, now: int) -> None:
         """Let time pass: deadlines, leases, drain bounds."""
-        while self._timers and self._timers[0][0] <= now:
-            _, _, part = heapq.heappop(self._timers)
-            if part.ended:
-                continue
+        while (part := self._timers.take(now)) is not None:
             if part.state is State.DRAINING:
                 self._draining(part, now)
             elif now >= part.deadline:
@@ -226,9 +215,9 @@ class Ledger:
     def _draining(self, part: Part, now: int) -> None:
         if not part.drain_by:
             part.drain_by = now + self.settings.drain_ns
-            self._arm(part.drain_by, part)
+            self._timers.set(part.drain_by, part)
             if part.quiet_at:
-                self._arm(part.quiet_at + 1, part)
+                self._timers.set(part.quiet_at + 1, part)
         elif part.quiet_at and now > part.quiet_at:
             self.quiet(part)  # what the consumer reads from now on, it counts as failed
         elif now >= part.drain_by:

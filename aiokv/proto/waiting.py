@@ -7,13 +7,12 @@ in place of waiting for something that will not come.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from aiokv.proto.messages import Grant, Offer, Role
 from aiokv.proto.session import Session
+from aiokv.proto.timers import Timers
 from aiokv.proto.transfers import Key
 
 __all__ = ["Parked", "Tombstones", "Waiting"]
@@ -27,7 +26,7 @@ class Parked:
     message: Grant | Offer
     #: When it is refused, on this engine's clock (ns).
     deadline: int
-    #: It waits no more; the entry is only still in the heap.
+    #: It waits no more.
     gone: bool = False
 
 
@@ -42,8 +41,7 @@ class Waiting:
         self._per_peer = per_peer
         self._parked: dict[tuple[Key, Role], list[Parked]] = {}
         self._counts: dict[Session, int] = {}
-        self._timers: list[tuple[int, int, Parked]] = []
-        self._order = itertools.count()
+        self._timers: Timers[Parked] = Timers(lambda parked: parked.gone)
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -63,7 +61,7 @@ class Waiting:
         parked = Parked(session, message, deadline)
         waiting.append(parked)
         self._counts[session] = self._counts.get(session, 0) + 1
-        heapq.heappush(self._timers, (deadline, next(self._order), parked))
+        self._timers.set(deadline, parked)
         return ""
 
     def claim(self, key: Key, sender: Role) -> list[Parked]:
@@ -91,21 +89,17 @@ class Waiting:
     def expired(self, now: int) -> list[Parked]:
         """Requests whose time is over; they wait no more."""
         found = []
-        while self._timers and self._timers[0][0] <= now:
-            _, _, parked = heapq.heappop(self._timers)
-            if not parked.gone:
-                self._leave(parked)
-                message = parked.message
-                sender: Role = "consumer" if isinstance(message, Grant) else "producer"
-                self._sweep((message.tid, message.attempt), sender)
-                found.append(parked)
+        while (parked := self._timers.take(now)) is not None:
+            self._leave(parked)
+            message = parked.message
+            sender: Role = "consumer" if isinstance(message, Grant) else "producer"
+            self._sweep((message.tid, message.attempt), sender)
+            found.append(parked)
         return found
 
     def next_timer(self) -> int | None:
         """When the first request's time is over (ns); None if nothing waits."""
-        while self._timers and self._timers[0][2].gone:
-            heapq.heappop(self._timers)
-        return self._timers[0][0] if self._timers else None
+        return self._timers.next()
 
     def _leave(self, parked: Parked) -> None:
         parked.gone = True

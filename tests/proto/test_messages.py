@@ -1,4 +1,4 @@
-"""Messages: what goes over the wire comes back, old frames stay readable, and nothing malformed gets through."""
+"""Messages: what goes comes back, old frames stay readable, and nothing malformed gets through."""
 
 from __future__ import annotations
 
