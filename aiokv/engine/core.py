@@ -368,7 +368,7 @@ class Core:
         else:
             lease.give_back()
         self._after.pop(transfer, None)
-        self._handles.pop(transfer).changed()
+        self._handles.pop(transfer).over()
 
     # -- time
 

@@ -66,6 +66,8 @@ class _Handle:
         self._begin = begin
         self._bell = Bell()
         self._begun = False
+        #: It is over here, too: the table resolved it, and the engine gave its blocks back.
+        self._over = False
         #: Somebody saw how it ended.
         self._observed = False
         self.bytes_moved = 0
@@ -117,8 +119,8 @@ class _Handle:
         return "; ".join(self._core.explain(part) for part in self._transfer.parts)
 
     def done(self) -> bool:
-        """Whether the transfer is over and its blocks are quiet. Never blocks."""
-        return self._transfer.resolved
+        """Whether the transfer is over, and its blocks quiet and given back. Never blocks."""
+        return self._over
 
     def start(self) -> None:
         """Begin without ``async with``; then ``wait`` (or ``cancel`` and ``wait``) ends it.
@@ -187,7 +189,7 @@ class _Handle:
             abort = TransferAborted(f"transfer {self._transfer}: {what}")
             self._core.abort(self._transfer, abort, "cancelled" if cancelled else "failed")
         again: asyncio.CancelledError | None = None
-        while not self._transfer.resolved:
+        while not self._over:
             try:
                 await self.quiet()
             except asyncio.CancelledError as more:
@@ -197,10 +199,15 @@ class _Handle:
 
     async def quiet(self) -> None:
         """Wait until nothing in flight touches the transfer's blocks, however it ended."""
-        while not self._transfer.resolved:
+        while not self._over:
             await self._bell.wait()
 
     # -- called by the engine
+
+    def over(self) -> None:
+        """The blocks are the caller's again."""
+        self._over = True
+        self._bell.ring()
 
     def changed(self) -> None:
         """Something that a waiter may wait for has happened."""
