@@ -13,10 +13,7 @@ from aiokv.proto.layout import CacheLayout, GroupLayout, GroupPlacement, Placeme
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Allocator", "KVCache", "LayerTensors"]
-
-#: What one layer is given as: one tensor, or K and V where they are split.
-LayerTensors = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
+__all__ = ["Allocator", "KVCache"]
 
 
 class Allocator(Device, Protocol):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,8 +75,7 @@ class HostBuffer:
             os.posix_fallocate(fd, 0, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             # Pages are all there; their table entries too, so that no copy has to fault them in.
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            mapping = mmap.mmap(fd, nbytes, flags=flags)
+            mapping = _mmap(fd, nbytes, mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, ValueError, OverflowError) as error:
             if fd >= 0:
                 os.close(fd)
@@ -93,8 +93,9 @@ class HostBuffer:
             OSError: It can't be mapped.
             ValueError: It is shorter than ``nbytes``.
         """
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=access)
+        if nbytes <= 0:
+            raise ValueError(f"a buffer needs at least one byte, got {nbytes}")
+        mapping = _mmap(fd, nbytes, 0, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
         return cls(memoryview(mapping), owner=mapping, mapping=mapping)
 
     @classmethod
@@ -230,14 +231,22 @@ class HostDevice:
         """Copy one chunk, now, between buffers that have a ``view``.
 
         Raises:
-            DeviceError: A buffer is closed, too short, read-only or not host memory.
+            DeviceError: A buffer is closed, too short, read-only or not host memory. Checked
+                before any byte is copied.
         """
-        copy = plan.copies(chunk.layer)[chunk.copy]
         try:
+            copy = plan.copies(chunk.layer)[chunk.copy]
             source, target = src[copy.src_buffer], dst[copy.dst_buffer]
             copy_pieces(copy, chunk.lo, chunk.hi, source.view, target.view)  # type: ignore[attr-defined]
-        except (AttributeError, BufferError, ClosedError, IndexError, TypeError, ValueError) as error:
+        except (AttributeError, BufferError, ClosedError, LookupError, TypeError, ValueError) as error:
             raise DeviceError(f"{chunk} can't be copied on the host: {error}") from error
+
+
+def _mmap(fd: int, nbytes: int, flags: int, access: int) -> mmap.mmap:
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | flags, prot=access, trackfd=False)
+    # Before 3.13 the mapping keeps a duplicate of the descriptor for as long as it is mapped.
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | flags, prot=access)
 
 
 def _available_bytes() -> int | None:

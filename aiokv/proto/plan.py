@@ -93,17 +93,15 @@ class Section:
         return int(self.dst.max()) + self._span(self.dst_strides) + self.run
 
     @cached_property
-    def joins(self) -> NDArray[np.bool_] | None:
-        """Whether each piece but the last ends, on both sides, where the next one begins.
+    def firsts(self) -> Offsets | None:
+        """Indexes of the pieces that don't begin where the one before them ends, on both sides.
 
-        None when no piece does, which is the common case of scattered blocks.
+        None when that is every piece, which is the common case of scattered blocks.
         """
-        return _joins(
-            self.src,
-            self.dst,
-            self._span(self.src_strides) + self.run,
-            self._span(self.dst_strides) + self.run,
-        )
+        src_size = self._span(self.src_strides) + self.run
+        dst_size = self._span(self.dst_strides) + self.run
+        joins = _joins(self.src, self.dst, src_size, dst_size)
+        return None if joins is None else np.flatnonzero(np.concatenate(([True], ~joins)))
 
     @cached_property
     def inner(self) -> tuple[Offsets, Offsets]:
@@ -141,22 +139,31 @@ class Copy:
             lengths (bytes). Neighbours that adjoin on both sides are one range.
         """
         section = self.section
+        run, firsts = section.run, section.firsts
+        if firsts is not None:
+            hi = min(hi, len(section.src))
+            begin, end = firsts.searchsorted((lo + 1, hi))
+            edges = np.concatenate(([lo], firsts[begin:end], [hi]))
+            if not section.shape:
+                heads = edges[:-1]
+                lengths = (edges[1:] - heads) * run
+                return section.src[heads] + self.src_base, section.dst[heads] + self.dst_base, lengths
         src = section.src[lo:hi] + self.src_base
         dst = section.dst[lo:hi] + self.dst_base
         if section.shape:
             src_steps, dst_steps = section.inner
             src = np.add.outer(src, src_steps).ravel()
             dst = np.add.outer(dst, dst_steps).ravel()
-        run = section.run
-        # Runs inside a piece never adjoin, since the loops are minimal; pieces may.
-        if section.joins is None or not section.joins[lo : hi - 1].any():
+        if firsts is None or len(edges) > hi - lo:
             return src, dst, np.full(len(src), run, dtype=np.int64)
-        per_piece = prod(section.shape)
-        heads = np.ones(len(src), dtype=np.bool_)
-        heads[per_piece::per_piece] = ~section.joins[lo : hi - 1]
-        first = np.flatnonzero(heads)
-        lengths = np.diff(first, append=len(src)) * run
-        return src[first], dst[first], lengths
+        # Runs inside a piece never adjoin, since the loops are minimal; those between two may.
+        per_piece = len(src) // (hi - lo)
+        first = np.ones(len(src), dtype=np.bool_)
+        first[::per_piece] = False
+        first[(edges[:-1] - lo) * per_piece] = True
+        where = np.flatnonzero(first)
+        lengths = np.diff(where, append=len(src)) * run
+        return src[where], dst[where], lengths
 
 
 class Chunk(NamedTuple):

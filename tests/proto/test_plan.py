@@ -385,6 +385,11 @@ def test_runs_join_across_a_chunk_only_where_both_sides_adjoin() -> None:
         [block] * 2,
     ]
     assert copy.extents(1, 4)[2].tolist() == [block, 2 * block]
+    assert [part.tolist() for part in copy.extents(3, 99)] == [
+        [7 * block, 20 * block],
+        [10 * block, 11 * block],
+        [block] * 2,
+    ]
 
 
 def test_a_few_blocks_in_a_row_do_not_make_two_copies() -> None:
