@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import select
 import selectors
@@ -12,12 +13,14 @@ import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import zmq
 
 import aiokv.control.zmq as module
+from aiokv.control import draining
 from aiokv.control.base import MAX_FRAME
 from aiokv.control.zmq import ZmqChannel
 from aiokv.errors import CapacityError, ClosedError
@@ -231,6 +234,28 @@ def test_an_idle_pair_never_wakes_the_loop():
     selector = Selector()
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
         assert runner.run(main()) <= 2  # the sleep's own
+
+
+@pytest.mark.parametrize(("limit", "size", "most"), [("TURN_FRAMES", 10, 10), ("TURN_BYTES", 1000, 2)])
+@pytest.mark.asyncio
+async def test_a_turn_has_an_end(limit, size, most, monkeypatch):
+    monkeypatch.setattr(draining, limit, size)
+    async with opened(kit) as (a, b):
+        port, receiver = a.channel.open(b.address), b.channel._receiver
+        counts, serve = [0], receiver._serve
+
+        def counted():
+            idle = serve()
+            counts.append(len(b.inbox.frames))
+            return idle
+
+        monkeypatch.setattr(receiver, "_serve", counted)
+        for _ in range(200):
+            port.send(bytes(600))
+        time.sleep(0.1)  # noqa: ASYNC251 (so that many have arrived before the first turn)
+        await b.inbox.until(200)
+        await asyncio.sleep(0)
+        assert max(after - before for before, after in itertools.pairwise(counts)) == most
 
 
 @pytest.mark.asyncio
