@@ -16,26 +16,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiokv.device.base import Event
-from aiokv.device.expectation import SHORTEST_INTERVAL_NS, Expectations, interval_ns
+from aiokv.device.expectation import SHORTEST_INTERVAL_NS, Expectations
+from aiokv.device.lane import Callback, Lane, Watch
 from aiokv.device.timer import MicroTimer, Timer
 from aiokv.errors import ClosedError, DeviceError
 
 __all__ = ["Callback", "CompletionPoller", "PollerStatistics"]
 
-Callback = Callable[[DeviceError | None], None]
-
 #: A wake-up or turn that comes this late means that the loop has other things to do.
 LOOP_LATE_NS = 250_000
 #: The longest that a late loop puts a look off.
 LONGEST_PATIENCE_NS = 1_000_000
-#: Looks at one event in consecutive turns, at most: where a simulation's clock stands still while
-#: there are turns to run, time alone would never end them.
-MOST_TURNS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,46 +53,6 @@ class PollerStatistics:
     polled: int
     lag_ns: int
     lag_max_ns: int
-
-
-class _Watch:
-    """One event that somebody waits for."""
-
-    __slots__ = ("callback", "event", "expected_ns", "pace_ns", "started", "wake_at")
-
-    def __init__(
-        self,
-        event: Event,
-        callback: Callback,
-        expected_ns: int,
-        started: int,
-        wake_at: int,
-        pace_ns: int,
-    ) -> None:
-        self.event = event
-        self.callback = callback
-        self.expected_ns = expected_ns
-        self.started = started
-        #: When the first look is due, and how far apart looks are then.
-        self.wake_at = wake_at
-        self.pace_ns = pace_ns
-
-
-class _Lane:
-    """The pending events of one stream, oldest first; never empty but while it is looked at."""
-
-    __slots__ = ("look_at", "looks", "pending_at", "polling_since", "stream", "watches")
-
-    def __init__(self, stream: object) -> None:
-        self.stream = stream
-        self.watches: deque[_Watch] = deque()
-        #: When the oldest was last seen pending; what came after it was pending then, too.
-        self.pending_at = 0
-        #: Looks at the oldest, since it was due, that saw it pending; and when the first of them was.
-        self.looks = 0
-        self.polling_since = 0
-        #: When to look next.
-        self.look_at = 0
 
 
 class CompletionPoller:
@@ -128,7 +83,7 @@ class CompletionPoller:
         self._timer = (timer or MicroTimer)(loop, self._on_timer)
         self._spin_ns = spin_ns
         self._expectations = Expectations()
-        self._lanes: dict[object, _Lane] = {}
+        self._lanes: dict[object, Lane] = {}
         #: Futures of ``wait`` that are not yet resolved.
         self._futures: set[asyncio.Future[None]] = set()
         self._closed = False
@@ -193,16 +148,13 @@ class CompletionPoller:
             raise ClosedError("the completion poller was closed")
         now = self._clock()
         sleep_ns, pace_ns = self._expectations.outlook(stream, expected_ns)
-        wake_at = now + sleep_ns
         lane = self._lanes.get(stream)
         if lane is None:
-            lane = self._lanes[stream] = _Lane(stream)
-        watch = _Watch(event, callback, expected_ns, now, wake_at, pace_ns)
-        lane.watches.append(watch)
+            lane = self._lanes[stream] = Lane(stream)
+        watch = Watch(event, callback, expected_ns, now, now + sleep_ns, pace_ns)
         self._pending += 1
-        if len(lane.watches) > 1:
+        if not lane.add(watch):
             return
-        lane.pending_at, lane.looks, lane.look_at = now, 0, wake_at
         # The loop is awake anyway, so this look costs no wake-up.
         if _over(event):
             # Whoever watches after the fact teaches nothing about durations.
@@ -286,68 +238,40 @@ class CompletionPoller:
             self._sweeping = False
             self._schedule(now)
 
-    def _look(self, lane: _Lane, now: int) -> None:
+    def _look(self, lane: Lane, now: int) -> None:
         """Deliver what is done on one stream, oldest first, and say when to look at it again."""
         # What callbacks add is looked at in the next turn, or one that always adds an event that
         # is done already would hold the loop for ever.
         for _ in range(len(lane.watches)):
-            watch = lane.watches[0]
             error = None
             self._queries += 1
             try:
-                if not watch.event.done():
-                    self._look_again(lane, watch, now)
+                if not lane.watches[0].event.done():
+                    lane.pending(now, spin_ns=self._spin_ns, patience_ns=self._patience_ns)
                     return
             except DeviceError as failure:
                 error = failure
             except Exception as failure:  # noqa: BLE001 - whoever waits must hear of it, whatever it is
                 error = DeviceError(f"an event could not be queried: {failure!r}")
                 error.__cause__ = failure
-            lane.watches.popleft()
-            self._note(lane, watch, now, error)
-            lane.looks = 0
-            lane.look_at = now
-            self._deliver(watch, error)
+            self._finish(lane, now, error)
             if self._closed:
                 return
         if not lane.watches:
             del self._lanes[lane.stream]
 
-    def _look_again(self, lane: _Lane, watch: _Watch, now: int) -> None:
-        """Plan the next look at an event that was just seen pending."""
-        lane.pending_at = now
-        if now < watch.wake_at:
-            lane.look_at = watch.wake_at
-            return
-        if not lane.looks:
-            lane.polling_since = now
-        lane.looks += 1
-        polled_ns = now - lane.polling_since
-        spent = polled_ns >= self._spin_ns or lane.looks > MOST_TURNS
-        if spent or watch.pace_ns or self._patience_ns:
-            lane.look_at = now + max(interval_ns(polled_ns, watch.pace_ns), self._patience_ns)
-        else:
-            lane.look_at = now
-
-    def _note(self, lane: _Lane, watch: _Watch, now: int, error: DeviceError | None) -> None:
-        """Learn from one completion."""
+    def _finish(self, lane: Lane, now: int, error: DeviceError | None) -> None:
+        """Learn from the completion, or failure, of a stream's oldest event, and deliver it."""
+        watch, finding = lane.over(now)
         if error is not None:
             self._failed += 1
-            return
-        since = lane.polling_since
-        if not lane.looks:
-            # It came with the one before it. If that was looked at when this was due, so was this.
-            since = watch.wake_at
-            if lane.pending_at < since or lane.pending_at <= watch.started:
-                self._expectations.overslept(lane.stream, watch.expected_ns)
-                return
-        gap = now - lane.pending_at
-        self._polled += 1
-        self._lag_ns += gap
-        self._lag_max_ns = max(self._lag_max_ns, gap)
-        self._expectations.polled(lane.stream, watch.expected_ns, lane.pending_at + gap // 2 - since)
-
-    def _deliver(self, watch: _Watch, error: DeviceError | None) -> None:
+        elif finding.polled_ns is None:
+            self._expectations.overslept(lane.stream, watch.expected_ns)
+        else:
+            self._expectations.polled(lane.stream, watch.expected_ns, finding.polled_ns)
+            self._polled += 1
+            self._lag_ns += finding.gap_ns
+            self._lag_max_ns = max(self._lag_max_ns, finding.gap_ns)
         self._pending -= 1
         self._delivered += 1
         try:

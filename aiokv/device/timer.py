@@ -8,7 +8,6 @@ once. On Linux a timerfd, watched like any other descriptor, fires within about 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
 import os
 import sys
@@ -124,9 +123,11 @@ class MicroTimer:
     def _on_readable(self) -> None:
         # Setting the time again, or disarming, in the turn in which it was due empties it: then
         # there is nothing to read, and nothing is due.
-        with contextlib.suppress(BlockingIOError):
+        try:
             os.read(self._fd, 8)
-            self._callback()
+        except BlockingIOError:
+            return
+        self._callback()
 
     def _on_loop_timer(self) -> None:
         self._handle = None

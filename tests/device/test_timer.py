@@ -152,7 +152,7 @@ async def test_what_its_callback_raises_goes_to_the_loop(precise: bool) -> None:
         told.set()
 
     def fail() -> None:
-        raise LookupError
+        raise BlockingIOError
 
     usual = loop.get_exception_handler()
     loop.set_exception_handler(handle)
@@ -162,7 +162,7 @@ async def test_what_its_callback_raises_goes_to_the_loop(precise: bool) -> None:
         timer.arm(1_000)
         await told.wait()
     loop.set_exception_handler(usual)
-    assert [type(error) for error in errors] == [LookupError, LookupError]
+    assert [type(error) for error in errors] == [BlockingIOError, BlockingIOError]
     timer.close()
 
 

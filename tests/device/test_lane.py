@@ -1,0 +1,97 @@
+"""When the oldest event of a stream is looked at, and how its completion was found."""
+
+from __future__ import annotations
+
+from aiokv.device.host import HostDevice
+from aiokv.device.lane import MOST_TURNS, Finding, Lane, Watch
+
+US = 1_000
+EVENT = HostDevice().stream().record()
+
+
+def watch(started: int, *, sleep: int = 0, pace: int = 0) -> Watch:
+    return Watch(EVENT, lambda error: None, sleep, started, started + sleep, pace)
+
+
+def pending(lane: Lane, now: int, *, patience: int = 0) -> int:
+    """One look that found nothing; how long it is to the next."""
+    lane.pending(now, spin_ns=100 * US, patience_ns=patience)
+    return lane.look_at - now
+
+
+def test_only_the_first_is_to_be_looked_at() -> None:
+    lane = Lane("s")
+    assert lane.add(watch(0, sleep=500 * US))
+    assert lane.look_at == 500 * US
+    assert not lane.add(watch(1 * US))
+    assert lane.look_at == 500 * US
+
+
+def test_a_look_before_it_is_due_changes_nothing() -> None:
+    lane = Lane("s")
+    lane.add(watch(0, sleep=500 * US))
+    assert pending(lane, 100 * US) == 400 * US
+    assert pending(lane, 505 * US) == 0
+
+
+def test_looks_each_turn_for_a_while_counted_from_the_first_look() -> None:
+    lane = Lane("s")
+    lane.add(watch(0, sleep=500 * US))
+    assert pending(lane, 900 * US) == 0, "the loop was late, but that says nothing about the event"
+    assert pending(lane, 999 * US) == 0
+    assert pending(lane, 1000 * US) == 30 * US
+    assert pending(lane, 1300 * US) == 100 * US
+
+
+def test_a_pace_or_a_late_loop_replace_that() -> None:
+    lane = Lane("s")
+    lane.add(watch(0, sleep=500 * US, pace=40 * US))
+    assert pending(lane, 500 * US) == 40 * US
+    assert pending(lane, 540 * US, patience=300 * US) == 300 * US
+    assert pending(lane, 2500 * US) == 500 * US
+
+
+def test_turns_are_counted_where_time_stands_still() -> None:
+    lane = Lane("s")
+    lane.add(watch(0))
+    assert [pending(lane, 0) for _ in range(MOST_TURNS)] == [0] * MOST_TURNS
+    assert pending(lane, 0) > 0
+
+
+def test_found_by_polling_is_known_to_half_the_gap() -> None:
+    lane = Lane("s")
+    lane.add(watch(0, sleep=500 * US))
+    pending(lane, 510 * US)
+    pending(lane, 520 * US)
+    assert lane.over(530 * US)[1] == Finding(polled_ns=15 * US, gap_ns=10 * US)
+
+
+def test_found_at_the_first_look_is_not_known() -> None:
+    lane = Lane("s")
+    lane.add(watch(0, sleep=500 * US))
+    pending(lane, 100 * US)
+    assert lane.over(510 * US)[1].polled_ns is None
+
+
+def test_what_comes_with_the_one_before_it_was_polled_if_it_was_due() -> None:
+    lane = Lane("s")
+    lane.add(watch(0))
+    due, early = watch(1 * US, sleep=400 * US), watch(2 * US, sleep=900 * US)
+    lane.add(due)
+    lane.add(early)
+    pending(lane, 500 * US)
+    assert lane.over(510 * US)[1].polled_ns is not None
+    assert lane.over(510 * US) == (due, Finding(polled_ns=104 * US, gap_ns=10 * US))
+    assert lane.over(510 * US) == (early, Finding(polled_ns=None, gap_ns=10 * US))
+    assert not lane.watches
+
+
+def test_the_next_begins_anew() -> None:
+    lane = Lane("s")
+    lane.add(watch(0))
+    lane.add(watch(0))
+    for now in range(0, 2000 * US, 50 * US):
+        pending(lane, now)
+    lane.over(2000 * US)
+    assert lane.look_at == 2000 * US
+    assert pending(lane, 2000 * US) == 0
