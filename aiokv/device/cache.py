@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from aiokv.device.base import Buffer, Device
 from aiokv.device.host import HostBuffer, HostDevice
 from aiokv.errors import ClosedError, LayoutMismatch
@@ -139,7 +141,8 @@ class KVCache:
         planes = []
         for buffer, offset in place.layers[group.layers.index(layer)]:
             view: memoryview = self.buffers[buffer].view  # type: ignore[attr-defined]
-            flat = torch.frombuffer(view, dtype=torch.uint8)
+            # Not torch.frombuffer: it lets go of the view at once, which could then be unmapped.
+            flat = torch.from_numpy(np.frombuffer(view, dtype=np.uint8))
             flat = flat[: flat.numel() // size * size].view(dtype)
             planes.append(flat.as_strided(group.shape, strides, offset // size))
         return tuple(planes)
