@@ -283,7 +283,11 @@ class Receiver(StreamEnd):
         if self._tag and self._vector.done >= self._payload:
             part, chunk = self._parts[self._tag], self._chunk
             self._tag = b""
-            part.landed(chunk.layer, chunk.nbytes)
+            try:
+                part.landed(chunk.layer, chunk.nbytes)
+            except Exception as error:  # noqa: BLE001 - one part's mistake stops no other part's bytes
+                context = {"message": f"callback for {chunk} failed: {part.landed!r}", "exception": error}
+                self._loop.call_exception_handler(context)
         if self._lost or self._vector.left:
             return
         if self._to_drain:

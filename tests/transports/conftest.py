@@ -1,0 +1,34 @@
+"""Skips what this machine's kernel refuses, by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from aiokv.transports.vectors import Vector, VectorIO
+
+YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+def refusal(of_parent: bool) -> str:
+    """Why process_vm_readv can't be used; empty if it can."""
+    memory, size = np.zeros(2, dtype=np.int64), np.array([8])
+    at = memory.ctypes.data
+    try:
+        VectorIO().read_process(os.getpid(), Vector(np.array([at]), size), Vector(np.array([at + 8]), size))
+    except OSError as error:
+        return f"process_vm_readv is refused on this machine: {error}"
+    if of_parent and os.geteuid() and YAMA.exists() and int(YAMA.read_text()):
+        return f"process_vm_readv of a parent is refused on this machine: {YAMA} is not 0"
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    callspec = getattr(item, "callspec", None)
+    kind = callspec.params.get("kind") if callspec else None
+    if kind == "cma" or item.path.name == "test_cma.py" or "from_a_process" in item.name:
+        if why := refusal(of_parent=item.path.name == "test_processes.py"):
+            pytest.skip(why)
