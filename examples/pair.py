@@ -53,28 +53,37 @@ def requests(model: Model, block_size: int) -> dict[str, list[int]]:
 
 
 @asynccontextmanager
-async def child(script: str, *arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A process of the pair, which ends when this context does, or when this process is killed."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(Path(__file__).with_name(script)),
-        "--listen=127.0.0.1:0",
-        "--with-parent",
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
+async def children(*arguments: str) -> AsyncIterator[list[asyncio.subprocess.Process]]:
+    """The processes of the pair, prefill first. They end when this context, or this process, does."""
+    started = []
     try:
-        yield process
+        for script in ("prefill.py", "decode.py"):
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                str(Path(__file__).with_name(script)),
+                "--listen=127.0.0.1:0",
+                "--with-parent",
+                *arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            started.append(process)
+        yield started
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(10):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        await asyncio.gather(*map(ended, started))
+
+
+async def ended(process: asyncio.subprocess.Process) -> None:
+    """Wait until a child has ended, and don't wait for ever."""
+    try:
+        async with asyncio.timeout(10):
             await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 async def reachable(process: asyncio.subprocess.Process) -> str:
@@ -97,7 +106,7 @@ async def ask(console: Console, decode: str, name: str, message: Message) -> Mes
             if len(line) > 60 and " " in line:
                 head, _, line = line.rpartition(" ")
                 full.append(head)
-            for shown in full:
+            for shown in filter(str.strip, full):
                 console.print(f"{name:>12} | {shown}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"{name:>12} | {line}", markup=False, highlight=False, soft_wrap=True)
     return reply
@@ -162,14 +171,14 @@ async def main(options: argparse.Namespace) -> int:
     prepare(options.model)
     names = ("model", "blocks", "block_size", "threads") + (("transport",) if options.transport else ())
     passed_on = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    async with child("prefill.py", *passed_on) as prefill, child("decode.py", *passed_on) as decode:
+    async with children(*passed_on) as processes:
         model = await asyncio.to_thread(load, options.model)
         prompts = requests(model, options.block_size)
-        there, here = await reachable(prefill), await reachable(decode)
+        prefill, decode = [await reachable(process) for process in processes]
         async with asyncio.TaskGroup() as group:
             asked = {
                 name: group.create_task(
-                    ask(console, here, name, {"tokens": tokens, "limit": options.limit, "prefill": there})
+                    ask(console, decode, name, {"tokens": tokens, "limit": options.limit, "prefill": prefill})
                 )
                 for name, tokens in prompts.items()
             }
@@ -202,4 +211,7 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
-    sys.exit(uvloop.run(main(chosen)))
+    try:
+        sys.exit(uvloop.run(main(chosen)))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit("stopped")

