@@ -8,7 +8,7 @@ import pytest
 
 from aiokv.control.memory import MemoryNetwork
 from aiokv.errors import CapacityError
-from aiokv.testing.channels import Inbox
+from aiokv.testing.channel_kit import Inbox
 
 
 @pytest.mark.parametrize(
