@@ -8,6 +8,7 @@ slice of the event loop's time.
 from __future__ import annotations
 
 import contextlib
+import io
 import mmap
 import os
 import sys
@@ -36,11 +37,16 @@ class HostBuffer:
     """
 
     def __init__(
-        self, view: memoryview, *, owner: object, fd: int | None = None, mapping: mmap.mmap | None = None
+        self,
+        view: memoryview,
+        *,
+        owner: object = None,
+        file: io.FileIO | None = None,
+        mapping: mmap.mmap | None = None,
     ) -> None:
         self._view: memoryview | None = view
         self._owner = owner
-        self._fd = fd
+        self._file = file
         self._mapping = mapping
         self._address = int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
         self._nbytes = view.nbytes
@@ -66,21 +72,23 @@ class HostBuffer:
                 mapping = mmap.mmap(-1, nbytes)
             except (OSError, ValueError, OverflowError) as error:
                 raise CapacityError(f"{nbytes} bytes of host memory can't be had: {error}") from error
-            return cls(memoryview(mapping), owner=mapping, mapping=mapping)
+            return cls(memoryview(mapping), mapping=mapping)
         import fcntl  # not everywhere
 
-        fd = -1
+        file = None
         try:
             fd = os.memfd_create("aiokv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            # As a file it is closed, with a warning, also when the buffer is forgotten.
+            file = io.FileIO(fd, "r+")
             os.posix_fallocate(fd, 0, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             # Pages are all there; their table entries too, so that no copy has to fault them in.
             mapping = _mmap(fd, nbytes, mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
         except (OSError, ValueError, OverflowError) as error:
-            if fd >= 0:
-                os.close(fd)
+            if file is not None:
+                file.close()
             raise CapacityError(f"{nbytes} bytes of host memory can't be had: {error}") from error
-        return cls(memoryview(mapping), owner=mapping, fd=fd, mapping=mapping)
+        return cls(memoryview(mapping), file=file, mapping=mapping)
 
     @classmethod
     def map(cls, fd: int, nbytes: int, *, writable: bool = False) -> HostBuffer:
@@ -96,7 +104,7 @@ class HostBuffer:
         if nbytes <= 0:
             raise ValueError(f"a buffer needs at least one byte, got {nbytes}")
         mapping = _mmap(fd, nbytes, 0, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-        return cls(memoryview(mapping), owner=mapping, mapping=mapping)
+        return cls(memoryview(mapping), mapping=mapping)
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> HostBuffer:
@@ -127,7 +135,7 @@ class HostBuffer:
     @property
     def fd(self) -> int | None:
         """Descriptor of the memory, to be given to other processes; the buffer's own. None if it has none."""
-        return self._fd
+        return None if self._file is None else self._file.fileno()
 
     @property
     def view(self) -> memoryview:
@@ -143,11 +151,11 @@ class HostBuffer:
     def close(self) -> None:
         """Give the memory back, as soon as no view refers to it. May be called twice."""
         view, self._view = self._view, None
-        fd, self._fd = self._fd, None
+        file, self._file = self._file, None
         mapping, self._mapping = self._mapping, None
         self._owner = None
-        if fd is not None:
-            os.close(fd)
+        if file is not None:
+            file.close()
         # Views of arrays and tensors may be alive: then the last of them unmaps the memory.
         with contextlib.suppress(BufferError):
             if view is not None:
