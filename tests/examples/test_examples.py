@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -37,11 +34,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(aiokv.__file__).parents[1])}
 
 
-def run(script: str, *arguments: str, timeout: float = 50) -> str:
+def run(script: str, *arguments: str, typed: str = "", timeout: float = 50) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", str(EXAMPLES / script), *arguments],
         env=environment(),
-        stdin=subprocess.DEVNULL,
+        input=typed,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -72,7 +69,7 @@ def test_layers_land_one_by_one() -> None:
 
 @needs_transformers
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("transport", ["", "tcp"])
+@pytest.mark.parametrize("transport", ["", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_pair_answers_as_one_process_does(transport: str) -> None:
     chosen = [f"--transport={transport}"] if transport else []
     output = run("pair.py", "--model=tiny-random", "--limit=16", *chosen, timeout=110)
@@ -93,45 +90,23 @@ def test_pair_answers_as_one_process_does_with_a_real_model() -> None:
     assert re.search(r"^ +long .* [1-9]\d*/30 ", output, re.MULTILINE)
 
 
-@asynccontextmanager
-async def started(script: str, *arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """An example process that serves, and where."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(EXAMPLES / script),
-        "--model=tiny-random",
-        *arguments,
-        env=environment(),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        assert process.stdout is not None
-        yield process, json.loads(await process.stdout.readline())["listen"]
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
 @needs_transformers
-@pytest.mark.asyncio
 @pytest.mark.timeout(120)
-async def test_each_process_can_be_started_alone_and_told_to_end() -> None:
-    async with started("prefill.py", "--listen=127.0.0.1:0", "--with-parent") as (prefill, address):
-        decode = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(EXAMPLES / "decode.py"),
-            "--model=tiny-random",
-            f"--prefill={address}",
-            "--limit=9",
-            env=environment(),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        output, _ = await decode.communicate(b"How are you?\nAnd yesterday?\n")
-        assert decode.returncode == 0
-        assert [len(line) for line in output.decode().splitlines()] == [9, 9]
-        assert prefill.stdin is not None
-        prefill.stdin.close()
-        assert await prefill.wait() == 0
+def test_each_process_can_be_started_alone_and_told_to_end() -> None:
+    with subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "prefill.py"), "--model=tiny-random", "--with-parent"],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as prefill:
+        try:
+            assert prefill.stdin and prefill.stdout
+            address = json.loads(prefill.stdout.readline())["listen"]
+            asked = ["decode.py", "--model=tiny-random", f"--prefill={address}", "--limit=9"]
+            output = run(*asked, typed="How are you?\nAnd yesterday?\n")
+            assert [len(line) for line in output.splitlines()] == [9, 9]
+            prefill.stdin.close()
+            assert prefill.wait(40) == 0
+        finally:
+            prefill.kill()

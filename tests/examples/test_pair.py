@@ -17,10 +17,10 @@ import aiokv
 
 pytest.importorskip("transformers", reason="the examples need the extra: pip install 'aiokv[examples]'")
 
-from transformers import DynamicCache
-
 from decode import Decode
 from prefill import Prefill
+from transformers import DynamicCache
+
 from serving.channel import Message, RequestFailed, serve
 from serving.model import Model
 
