@@ -102,7 +102,7 @@ class Core:
         self._unsure: set[Transfer] = set()
         self._quarantined: list[Lease] = []
         #: Producer: whose parts use an accepted link.
-        self._accepted: dict[bytes, Session] = {}
+        self._accepted: dict[bytes, tuple[Session, Link]] = {}
         #: Layers said to be ready, by any thread, that the loop has not looked at yet.
         self._announced: deque[tuple[Offer, int, Stream, Event]] = deque()
         self._announced_woke = False
@@ -225,6 +225,10 @@ class Core:
 
     def _on_session_ended(self, session: Session, error: AiokvError, certain: bool) -> None:
         self.table.lost(session, error, certain=certain)
+        # What it was to be sent is read no more, and who could still read here is told.
+        for owner, link in list(self._accepted.values()):
+            if owner is session:
+                link.close()
 
     def _on_linked(self, session: Session, error: AiokvError | None) -> None:
         peer = self.peers.peer_of(session)
@@ -296,6 +300,8 @@ class Core:
             case ActionKind.STOP:
                 peer = self.peers.peer_of(part.session) if part.session is not None else None
                 self.mover.stop(part, peer.link if peer is not None else None)
+            case ActionKind.CUT:
+                self.mover.cut(part)
             case ActionKind.QUARANTINE:
                 self._unsure.add(part.transfer)
             case ActionKind.ENDED:
@@ -345,18 +351,19 @@ class Core:
             raise PeerLostError(f"{part}: there is no such {part.link} link")
         if transport.one_sided is not part.one_sided:
             raise PeerLostError(f"{part}: the grant's block list doesn't fit {part.link}")
-        owner = self._accepted.get(part.link_id)
-        if owner is None:
-            self._accepted[part.link_id] = session
+        owner, _ = self._accepted.get(part.link_id, (session, link))
+        if part.link_id not in self._accepted:
+            self._accepted[part.link_id] = session, link
             link.on_lost(lambda: self._accepted_lost(part.link, part.link_id, link))
         elif owner is not session:
             raise PeerLostError(f"{part}: the {part.link} link belongs to another session")
         return link
 
     def _accepted_lost(self, name: str, link_id: bytes, link: Link) -> None:
-        session = self._accepted.pop(link_id)
+        session, _ = self._accepted.pop(link_id)
         if not self._closed:
-            self.peers.link_lost(session, f"the {name} link from {session.address} is lost")
+            text = f"the {name} link from {session.address} is lost"
+            self.peers.link_lost(session, text, certain=True)
             self.mover.retire(link)
 
     def _resolve(self, transfer: Transfer) -> None:

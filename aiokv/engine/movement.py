@@ -195,6 +195,12 @@ class Mover:
         if not movement.in_flight:
             self._table.ledger.quiet(part)
 
+    def cut(self, part: Part) -> None:
+        """At a producer that sends: the consumer takes nothing. What the link was given is taken back."""
+        movement = self._movements.get(part)
+        if movement is not None:
+            movement.link.close()
+
     def forget(self, part: Part) -> None:
         """The part ended."""
         movement = self._movements.pop(part, None)
@@ -285,7 +291,10 @@ class Mover:
         if finished:
             self._completed(movement, chunk, None)
         else:
-            self._poller.watch(event, movement.stream, lambda error: self._completed(movement, chunk, error))
+            # A link takes what it sends in order, whatever stream that was ready on; and one that
+            # takes nothing must hold up no other's completions.
+            order = movement.flow if part.role == "producer" else movement.stream
+            self._poller.watch(event, order, lambda error: self._completed(movement, chunk, error))
 
     def _completed(self, movement: _Movement, chunk: Chunk, error: AiokvError | None) -> None:
         part = movement.part

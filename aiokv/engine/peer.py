@@ -417,14 +417,24 @@ class Peers:
             return
         peer.opening, peer.link, peer.transport = None, link, transport
         text = f"the {transport.name} link to {peer.address} is lost"
-        link.on_lost(lambda: self.link_lost(session, text))
+        link.on_lost(lambda: self.link_lost(session, text, certain=False))
         self._linked(session, None)
         self._wake()
 
-    def link_lost(self, session: Session, text: str) -> None:
-        """A link of this session broke: whoever was at its other end can't reach our memory by it."""
+    def link_lost(self, session: Session, text: str, *, certain: bool) -> None:
+        """A link of this session broke.
+
+        Args:
+            session: The session, which may be over by now.
+            text: What broke, in words.
+            certain: It was the peer's way to our memory, which it can't read any more. Our own way
+                to the peer's says nothing of that.
+        """
         if session.phase is not Phase.ENDED:
-            self.end(session, PeerLostError(text), certain=True)
+            self.end(session, PeerLostError(text), certain=certain)
+        elif certain:
+            self._ended(session, PeerLostError(text), True)  # no lease needs to be waited for
+            self._wake()
 
     def close(self) -> None:
         """Give up all sessions and ports."""

@@ -89,6 +89,8 @@ class Part:
     quiet_at: int = 0
     #: In DRAINING: when we give up waiting, 0 until the drain was first seen by a timer (ns).
     drain_by: int = 0
+    #: In DRAINING, at a producer that sends: when what was not taken yet is taken back (ns), else 0.
+    cut_at: int = 0
     link: str = ""
     link_id: bytes = b""
     one_sided: bool = True
@@ -135,6 +137,8 @@ class ActionKind(Enum):
     MOVE = "move"
     #: Commit nothing more of this part, and report ``quiet`` once nothing is in flight.
     STOP = "stop"
+    #: The consumer takes nothing: close the link, so that what it was given is read no more.
+    CUT = "cut"
     #: The part ended without being quiet: its blocks stay leased for the engine's life.
     QUARANTINE = "quarantine"
     #: The part ended.
