@@ -168,7 +168,6 @@ async def main(options: argparse.Namespace) -> int:
     if task := asyncio.current_task():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     console = Console()
-    prepare(options.model)
     names = ("model", "blocks", "block_size", "threads") + (("transport",) if options.transport else ())
     passed_on = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     async with children(*passed_on) as processes:
@@ -212,6 +211,7 @@ if __name__ == "__main__":
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     try:
+        prepare(chosen.model)
         sys.exit(uvloop.run(main(chosen)))
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit("stopped")
