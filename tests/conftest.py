@@ -151,7 +151,8 @@ def held() -> set[str]:
         with contextlib.suppress(FileNotFoundError):  # the one that lists the others
             lines.add(f"descriptor {descriptor.name}: {descriptor.readlink()}")
     for children in Path("/proc/self/task").glob("*/children"):
-        lines.update(f"process {pid}" for pid in children.read_text().split())
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # of a native thread that just ended
+            lines.update(f"process {pid}" for pid in children.read_text().split())
     for mapping in Path("/proc/self/maps").read_text().splitlines():
         if "/memfd:" in mapping or "/dev/shm/" in mapping:
             lines.add(f"shared memory {mapping}")
