@@ -4,7 +4,7 @@ For any host memory, with one copy and nothing to map or pass. The kernel allows
 allow ptrace, so containers and hardened hosts often refuse it: that is found out on connecting.
 
 A process id is reused when its process is gone, so it is held by a pidfd, and what was read counts
-only if the process was there before and after.
+only if the process is still there afterwards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import errno
 import hmac
 import os
 import secrets
-import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from aiokv.device.base import Buffer, Event, Stream
 from aiokv.device.cache import KVCache
@@ -29,7 +29,7 @@ from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PeerInfo
 from aiokv.transports.handshake import MAX_EXTRA, Welcome
 from aiokv.transports.local import LocalEnd, LocalTransport, Offer
-from aiokv.transports.vectors import Vector, VectorIO
+from aiokv.transports.vectors import VectorIO
 
 __all__ = ["CmaTransport"]
 
@@ -109,19 +109,21 @@ class _Process:
         except OSError as error:
             raise PeerLostError(f"its process {self.pid} can't be held: {error}") from error
         self._io = io
-        self._poll = select.poll()
-        self._poll.register(self.fd, select.POLLIN)
 
-    @property
-    def alive(self) -> bool:
-        """Whether the process has not ended."""
-        return not self._poll.poll(0)
-
-    def read(self, into: Vector, out: Vector) -> None:
-        """Read all of ``out`` there to ``into`` here; see ``VectorIO.read_process``."""
-        while into.left:
-            if not self._io.read_process(self.pid, into, out):
+    def read(self, into: NDArray[np.int64], out: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+        """Read all of the ranges ``out`` there to ``into`` here; see ``VectorIO.read_process``."""
+        while len(lengths):
+            moved = self._io.read_process(self.pid, into, out, lengths)
+            if not moved:
                 raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+            ends = lengths.cumsum()
+            first = int(ends.searchsorted(moved, side="right"))
+            into, out, lengths = into[first:].copy(), out[first:].copy(), lengths[first:].copy()
+            if len(lengths):  # the next range may have been read in part
+                read = lengths[0] - (ends[first] - moved)
+                into[0] += read
+                out[0] += read
+                lengths[0] -= read
 
     def prove(self, there: _Memory) -> None:
         """Read the nonce.
@@ -132,7 +134,7 @@ class _Process:
         nonce = np.zeros(_NONCE, dtype=np.uint8)
         size = np.array([_NONCE])
         try:
-            self.read(Vector(np.array([nonce.ctypes.data]), size), Vector(np.array([there.nonce_at]), size))
+            self.read(np.array([nonce.ctypes.data]), np.array([there.nonce_at]), size)
         except PermissionError as error:
             raise PeerLostError(
                 f"process_vm_readv of its process {self.pid} is refused; it takes what ptrace takes: the "
@@ -164,34 +166,24 @@ class _ConsumerEnd(LocalEnd):
         self._process = process
         #: Where each of the producer's buffers starts, there.
         self._buffers = buffers
-        self._loop.add_reader(process.fd, self.alive)
-
-    def alive(self) -> bool:
-        """Whether the other end and its process are there; see ``LocalEnd.alive``.
-
-        A child that the producer forked may hold the socket open, but has not its memory.
-        """
-        if not super().alive():
-            return False
-        if not self._process.alive:
-            self._end("its process has ended")
-            return False
-        return True
+        # A child that the producer forked may hold the socket open, but has not its memory.
+        self.watch(process.fd)
 
     def read(self, plan: CopyPlan, chunk: Chunk, dst: Sequence[Buffer], *, stream: Stream) -> Event:
         """Read one chunk, now; on the host ``stream`` has nothing to wait for."""
-        if not self.alive():
+        if self.lost:
             raise self.lost_error()
         copy = plan.copies(chunk.layer)[chunk.copy]
         offsets, targets, lengths = copy.extents(chunk.lo, chunk.hi)
-        into = Vector(targets + dst[copy.dst_buffer].address, lengths)
-        out = Vector(offsets + self._buffers[copy.src_buffer], lengths)
+        into = targets + dst[copy.dst_buffer].address
+        out = offsets + self._buffers[copy.src_buffer]
         failure = None
         try:
-            self._process.read(into, out)
+            self._process.read(into, out, lengths)
         except OSError as error:
             failure = error
-        if not self.alive():  # the memory may have held anything by the time it was read
+        # Had the process ended before the read, it would be seen now; so it was the right one.
+        if not self.alive():
             raise self.lost_error() from failure
         if failure is not None:
             raise DeviceError(f"cma: {chunk} can't be read: {failure}") from failure

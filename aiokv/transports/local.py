@@ -11,6 +11,7 @@ import abc
 import contextlib
 import os
 import secrets
+import select
 import socket
 import sys
 from pathlib import Path
@@ -59,19 +60,29 @@ class LocalEnd(LinkEnd):
         #: Where this end is kept until it is lost or abandoned.
         self._table = table
         table.add(self)
-        self._loop.add_reader(sock.fileno(), self.alive)
+        # Says in one call whether anything happened, which is asked after every read.
+        self._poll = select.poll()
+        self.watch(sock.fileno())
+
+    def watch(self, fd: int) -> None:
+        """Look at the link when ``fd`` can be read: its socket, or a pidfd whose process has ended."""
+        self._poll.register(fd, select.POLLIN)
+        self._loop.add_reader(fd, self.alive)
 
     def alive(self) -> bool:
         """Whether, looked at now, the other end is there; a link lost this way becomes ``lost``."""
         if self._sock.fileno() < 0:
             return False
+        if not self._poll.poll(0):
+            return True
         try:
             said = self._sock.recv(1)
-        except (BlockingIOError, InterruptedError):
-            return True
-        except OSError:
-            said = b""
-        self._end("the peer said what it must not" if said else "the peer closed it, or is dead")
+            reason = "the peer said what it must not" if said else "the peer closed it, or is dead"
+        except BlockingIOError:
+            reason = "the peer's process has ended"
+        except OSError as error:
+            reason = f"the connection broke: {error}"
+        self._end(reason)
         return False
 
     def _end(self, reason: str) -> None:

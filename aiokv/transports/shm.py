@@ -132,7 +132,7 @@ class _ConsumerEnd(LocalEnd):
 
     def read(self, plan: CopyPlan, chunk: Chunk, dst: Sequence[Buffer], *, stream: Stream) -> Event:
         """Copy on this engine's own device: host memory, so it is over when this returns."""
-        if not self.alive():
+        if self.lost:
             raise self.lost_error()
         self._device.copy(plan, chunk, self._theirs, dst, stream=stream)
         if not self.alive():  # the memory may have held anything by the time it was read

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from aiokv.device.base import Buffer, Event, Stream
 from aiokv.errors import DeviceError, LocalProtocolError
@@ -28,8 +28,8 @@ from aiokv.transports.vectors import Vector, VectorIO
 
 __all__ = ["Receiver", "Sender", "StreamEnd"]
 
-#: Bytes that one turn of the loop moves at most.
-_SLICE = 1 << 20
+#: Bytes that one turn of the loop moves at most: half a millisecond's worth, at a usual rate.
+_SLICE = 2 << 20
 #: Bytes that wait for the socket, beside which it still makes sense to send more: enough to keep
 #: the socket busy while the loop comes round.
 _AHEAD = 1 << 20
@@ -37,6 +37,7 @@ _AHEAD = 1 << 20
 _SCRATCH = 64 << 10
 #: Forgotten parts that are remembered; data of older ones cuts the link.
 _FORGOTTEN = 4096
+_NOTHING = np.empty(0, dtype=np.int64)
 #: How long data may be ahead of the control message that announces it, in seconds.
 _AHEAD_S = 2.0
 
@@ -98,7 +99,7 @@ class Sender(StreamEnd):
     ) -> None:
         super().__init__(link, name, sock, io, table)
         #: What the socket has not taken: ranges, the header that the first of them is in, and the event.
-        self._queue: deque[tuple[Vector, NDArray[np.uint8], _Sent]] = deque()
+        self._queue: deque[tuple[Vector, array[int], _Sent]] = deque()
         #: Bytes of all of them.
         self._waiting = 0
         self._on_writable: list[Callable[[], None]] = []
@@ -111,11 +112,8 @@ class Sender(StreamEnd):
             raise self.lost_error()
         copy = plan.copies(chunk.layer)[chunk.copy]
         offsets, _, lengths = copy.extents(chunk.lo, chunk.hi)
-        header = np.frombuffer(pack(tag_of(part), chunk), dtype=np.uint8)
-        vector = Vector(
-            np.concatenate(((header.ctypes.data,), offsets + src[copy.src_buffer].address)),
-            np.concatenate(((HEADER_BYTES,), lengths)),
-        )
+        header = array("B", pack(tag_of(part), chunk))
+        vector = Vector(offsets + src[copy.src_buffer].address, lengths, before=header.buffer_info())
         event = _Sent()
         self._queue.append((vector, header, event))
         self._waiting += vector.total
@@ -204,15 +202,15 @@ class Receiver(StreamEnd):
         self._parts: dict[bytes, _Arriving] = {}
         #: Parts whose data is drained, oldest first.
         self._forgotten: dict[bytes, None] = {}
-        self._header = np.zeros(HEADER_BYTES, dtype=np.uint8)
-        self._scratch = np.empty(_SCRATCH, dtype=np.uint8)
+        self._header = array("B", bytes(HEADER_BYTES))
+        self._scratch = array("B", bytes(_SCRATCH))
         #: Part and chunk of the frame that is being read; empty while it is drained, or over.
         self._tag = b""
         self._chunk = Chunk(0, 0, 0, 0, 0)
         #: Bytes of this frame that are drained after those that ``_vector`` is for.
         self._to_drain = 0
         #: Where the next bytes go: what is left of a frame, and then the next header.
-        self._vector = self._into(np.empty(0, np.int64), np.empty(0, np.int64), header=True)
+        self._vector = Vector(_NOTHING, _NOTHING, after=self._header.buffer_info())
         #: How many bytes of ``_vector`` are the frame's.
         self._payload = 0
         #: Part of a frame that came before anybody expected it, and the timer that ends the wait.
@@ -317,7 +315,8 @@ class Receiver(StreamEnd):
         _, offsets, lengths = copy.extents(chunk.lo, chunk.hi)
         self._tag, self._chunk = tag, chunk
         self._payload = chunk.nbytes
-        self._vector = self._into(offsets + part.dst[copy.dst_buffer].address, lengths, header=True)
+        addresses = offsets + part.dst[copy.dst_buffer].address
+        self._vector = Vector(addresses, lengths, after=self._header.buffer_info())
 
     def _drain(self, nbytes: int) -> None:
         """The next so many bytes are the frame's, and nobody wants them."""
@@ -327,14 +326,8 @@ class Receiver(StreamEnd):
         lengths = np.full(-(-now // _SCRATCH), _SCRATCH, dtype=np.int64)
         if now % _SCRATCH:
             lengths[-1] = now % _SCRATCH
-        addresses = np.full(len(lengths), self._scratch.ctypes.data, dtype=np.int64)
-        self._vector = self._into(addresses, lengths, header=not self._to_drain)
-
-    def _into(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64], *, header: bool) -> Vector:
-        if header:
-            addresses = np.append(addresses, self._header.ctypes.data)
-            lengths = np.append(lengths, HEADER_BYTES)
-        return Vector(addresses, lengths)
+        addresses = np.full(len(lengths), self._scratch.buffer_info()[0], dtype=np.int64)
+        self._vector = Vector(addresses, lengths, after=() if self._to_drain else self._header.buffer_info())
 
     def _end(self, reason: str) -> None:
         super()._end(reason)

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Vector", "VectorIO"]
+__all__ = ["MAX_ENTRIES", "Vector", "VectorIO"]
 
 #: Most entries of one call (IOV_MAX).
-_MAX_ENTRIES = 1024
-#: A call that may move more bytes than this gives up the GIL. Below, that would cost more than it
-#: gives: beside a thread that runs Python, getting it back takes up to 5 ms.
+MAX_ENTRIES = 1024
+#: A read from a process that moves more bytes than this gives up the GIL. Below, that would cost
+#: more than it gives: beside a thread that runs Python, getting it back takes up to 5 ms. Calls on
+#: sockets, which are bounded by their callers, always keep it.
 _RELEASE_BYTES = 1 << 20
 
 
@@ -27,26 +32,35 @@ class Vector:
     """A list of memory ranges that is worked off from its start.
 
     Args:
-        addresses: Of the ranges, in this or another process.
+        addresses: Of the ranges.
         lengths: Of the ranges in bytes, none of them 0.
+        before: Address and length of one more range, that goes first.
+        after: Address and length of one more range, that goes last.
     """
 
     __slots__ = ("_base", "_ends", "_entries", "_first", "done", "total")
 
-    def __init__(self, addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        addresses: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        *,
+        before: tuple[int, int] | tuple[()] = (),
+        after: tuple[int, int] | tuple[()] = (),
+    ) -> None:
         #: A struct iovec each. The first that is not worked off has been cut down to what is left.
-        self._entries = np.empty((len(addresses), 2), dtype=np.int64)
-        self._entries[:, 0] = addresses
-        self._entries[:, 1] = lengths
-        self._base = self._entries.ctypes.data
+        self._entries = array("q", before)
+        self._entries.frombytes(_iovecs(addresses, lengths).tobytes())
+        self._entries.extend(after)
+        self._base = self._entries.buffer_info()[0]
         #: Bytes up to the end of each entry, from the start of all.
-        self._ends = np.cumsum(lengths)
+        self._ends = list(accumulate(self._entries[1::2]))
         #: The first entry that is not worked off.
         self._first = 0
         #: Bytes worked off.
         self.done = 0
         #: Bytes in all.
-        self.total = int(self._ends[-1])
+        self.total = self._ends[-1]
 
     @property
     def left(self) -> int:
@@ -58,12 +72,13 @@ class Vector:
 
         The bytes are at most ``limit``, for which the last entry is cut short until ``end``.
         """
-        last = min(int(self._ends.searchsorted(self.done + limit)), self._first + _MAX_ENTRIES - 1)
-        last = min(last, len(self._ends) - 1)
-        nbytes = int(self._ends[last]) - self.done
+        ends, first = self._ends, self._first
+        last = min(bisect_left(ends, self.done + limit, first), first + MAX_ENTRIES - 1, len(ends) - 1)
+        nbytes = ends[last] - self.done
         if nbytes > limit:
-            self._entries[last, 1] -= nbytes - limit
-        return self._base + 16 * self._first, last - self._first + 1, min(nbytes, limit)
+            self._entries[2 * last + 1] -= nbytes - limit
+            nbytes = limit
+        return self._base + 16 * first, last - first + 1, nbytes
 
     def end(self, count: int, asked: int, moved: int) -> None:
         """One call is over.
@@ -73,19 +88,25 @@ class Vector:
             asked: Their bytes, as told by ``begin``.
             moved: How many of those were moved.
         """
-        last = self._first + count - 1
-        cut = int(self._ends[last]) - self.done - asked
+        ends, last = self._ends, self._first + count - 1
+        cut = ends[last] - self.done - asked
         if cut:
-            self._entries[last, 1] += cut
-        if not moved:
-            return
+            self._entries[2 * last + 1] += cut
         self.done += moved
-        first = int(self._ends.searchsorted(self.done, side="right"))
-        if first < len(self._ends):
-            left = int(self._ends[first]) - self.done
-            self._entries[first, 0] += self._entries[first, 1] - left
-            self._entries[first, 1] = left
-        self._first = first
+        if self.done == ends[last]:
+            self._first = last + 1
+        elif moved:
+            self._first = first = bisect_right(ends, self.done, self._first, last)
+            left = ends[first] - self.done
+            self._entries[2 * first] += self._entries[2 * first + 1] - left
+            self._entries[2 * first + 1] = left
+
+
+def _iovecs(addresses: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    entries = np.empty((len(addresses), 2), dtype=np.int64)
+    entries[:, 0] = addresses
+    entries[:, 1] = lengths
+    return entries
 
 
 class VectorIO:
@@ -93,11 +114,11 @@ class VectorIO:
 
     def __init__(self) -> None:
         # PyDLL keeps the GIL during a call, CDLL doesn't.
-        self._libraries = ctypes.PyDLL(None, use_errno=True), ctypes.CDLL(None, use_errno=True)
-        for library in self._libraries:
-            for name in ("readv", "writev"):
-                getattr(library, name).restype = ctypes.c_ssize_t
-                getattr(library, name).argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+        self._keeping, self._releasing = ctypes.PyDLL(None, use_errno=True), ctypes.CDLL(None, use_errno=True)
+        for function in (self._keeping.readv, self._keeping.writev):
+            function.restype = ctypes.c_ssize_t
+            function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+        for library in (self._keeping, self._releasing):
             if hasattr(library, "process_vm_readv"):  # Linux
                 library.process_vm_readv.restype = ctypes.c_ssize_t
                 vector = (ctypes.c_void_p, ctypes.c_ulong)
@@ -112,7 +133,7 @@ class VectorIO:
         Raises:
             OSError: As readv(2); BlockingIOError when nothing is there.
         """
-        return self._move("readv", fd, into, limit)
+        return self._move(self._keeping.readv, fd, into, limit)
 
     def write(self, fd: int, out: Vector, limit: int) -> int:
         """Write to a non-blocking descriptor from where ``out`` goes on.
@@ -123,36 +144,38 @@ class VectorIO:
         Raises:
             OSError: As writev(2); BlockingIOError when there is no room.
         """
-        return self._move("writev", fd, out, limit)
+        return self._move(self._keeping.writev, fd, out, limit)
 
-    def _move(self, name: str, fd: int, vector: Vector, limit: int) -> int:
+    def _move(self, call: Callable[[int, int, int], int], fd: int, vector: Vector, limit: int) -> int:
         address, count, asked = vector.begin(limit)
-        moved: int = getattr(self._libraries[asked > _RELEASE_BYTES], name)(fd, address, count)
+        moved = call(fd, address, count)
         vector.end(count, asked, max(moved, 0))
         if moved < 0:
             raise _last_error()
         return moved
 
-    def read_process(self, pid: int, into: Vector, out: Vector) -> int:
-        """Read from the memory of another process, or this one, on this host.
+    def read_process(
+        self, pid: int, into: NDArray[np.int64], out: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> int:
+        """Read ranges of the memory of a process on this host, this one included.
 
         Args:
             pid: The process.
-            into: Where to, here.
-            out: Where from, there; the same lengths as ``into``, and as far worked off.
+            into: Where to: addresses here.
+            out: Where from: addresses there.
+            lengths: Of the ranges in bytes; of more than ``MAX_ENTRIES`` only the first are read.
 
         Returns:
-            How many bytes were read: not all where there are many ranges, or where memory ends.
+            How many bytes were read; fewer than asked for where memory ends.
 
         Raises:
             OSError: As process_vm_readv(2).
         """
-        to, count, asked = into.begin(into.left)
-        at, _, _ = out.begin(into.left)
-        library = self._libraries[asked > _RELEASE_BYTES]
-        moved: int = library.process_vm_readv(pid, to, count, at, count, 0)
-        for vector in (into, out):
-            vector.end(count, asked, max(moved, 0))
+        lengths = lengths[:MAX_ENTRIES]
+        count = len(lengths)
+        here, there = _iovecs(into[:count], lengths), _iovecs(out[:count], lengths)
+        library = self._releasing if lengths.sum() > _RELEASE_BYTES else self._keeping
+        moved: int = library.process_vm_readv(pid, here.ctypes.data, count, there.ctypes.data, count, 0)
         if moved < 0:
             raise _last_error()
         return moved

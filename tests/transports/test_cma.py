@@ -43,20 +43,16 @@ class Refusing(VectorIO):
         super().__init__()
         self.number = number
 
-    def read_process(self, pid, into, out):
+    def read_process(self, pid, into, out, lengths):
         raise OSError(self.number, os.strerror(self.number))
 
 
 class Halting(VectorIO):
     """A kernel that moves a few bytes a call, as it does where memory is paged out or ends."""
 
-    def read_process(self, pid, into, out):
-        to, _, _ = into.begin(7)
-        at, count, asked = out.begin(7)
-        moved = self._libraries[0].process_vm_readv(pid, to, count, at, count, 0)
-        for vector in (into, out):
-            vector.end(count, asked, moved)
-        return moved
+    def read_process(self, pid, into, out, lengths):
+        cut = np.minimum(lengths[:2], 7)
+        return super().read_process(pid, into, out, cut[: 1 + (cut[0] == lengths[0])])
 
 
 @pytest.mark.asyncio
@@ -104,7 +100,7 @@ async def test_another_process_at_the_other_end_is_found_out(seed: int) -> None:
         fd = os.pidfd_open(ended.pid)
         ended.kill()
         await ended.wait()
-        path.end._process._poll.register(fd)
+        path.end._poll.register(fd)
         with pytest.raises(PeerLostError, match="has ended"):
             await part.move(kit, part.chunks(300)[0])
         assert path.end.lost
