@@ -37,7 +37,7 @@ __all__ = ["Core"]
 #: A timer that comes this late may have kept input waiting; that is read before any verdict.
 _LATE_NS = 20_000_000
 #: How long the input then gets to be read.
-_READ_INPUT_S = 0.005
+_READ_INPUT_NS = 5_000_000
 
 
 class Core:
@@ -109,7 +109,8 @@ class Core:
         self._turn_wanted = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0
-        self._late = False
+        #: Until when input is read after a timer that came late; 0 where none did (ns).
+        self._reading_until = 0
         self._closed = False
         self._ended = dict.fromkeys((State.LANDED.value, State.FAILED.value, State.ABORTED.value), 0)
         self._received = self._sent = self._turns = self._lag = 0
@@ -146,13 +147,14 @@ class Core:
 
     def begin_fetch(self, fetch: Fetch, fetching: Fetching, sources: Sequence[Session], parts: int) -> None:
         """Take the blocks and register the fetch; nothing is taken if that fails."""
+        after = fetch.stream.record()  # it may raise, so before anything is taken
         lease = self.leases.take(_written(fetching, self.layout), write=True)
         try:
             self.table.consumer.fetch(fetching, sources, parts, self.clock())
         except BaseException:
             lease.give_back()
             raise
-        self._after[fetching] = fetch.stream.record()
+        self._after[fetching] = after
         self._begun(fetching, fetch, lease)
 
     def _begun(self, transfer: Transfer, handle: Offer | Fetch, lease: Lease) -> None:
@@ -231,15 +233,13 @@ class Core:
                 link.close()
 
     def _on_linked(self, session: Session, error: AiokvError | None) -> None:
-        peer = self.peers.peer_of(session)
         for part in self.table.parts_of(session):
             if part.role != "consumer" or part.linked:
                 continue
             if error is not None:
                 self.table.fail(part, error)
-            elif peer is not None and peer.link is not None and peer.transport is not None:
-                name, one_sided = peer.transport.name, peer.transport.one_sided
-                self.table.consumer.connected(part, self.clock(), name, peer.link.id, one_sided=one_sided)
+            else:
+                self._connect(part)
 
     # -- what comes from the data plane
 
@@ -271,14 +271,16 @@ class Core:
         if self._closed:
             return
         self._turns += 1
-        self._act()
-        if self.mover.submit():
-            self.wake()
-        self._act()
-        self.table.producer.flush()
-        self.peers.flush()
-        self._act()
-        self._set_timer()
+        try:
+            self._act()
+            if self.mover.submit():
+                self.wake()
+            self._act()
+            self.table.producer.flush()
+            self.peers.flush()
+            self._act()
+        finally:
+            self._set_timer()  # whatever happens: deadlines hold
 
     def _act(self) -> None:
         """Do what the table wants done, also what comes of doing it."""
@@ -286,7 +288,12 @@ class Core:
         while actions:
             pending, actions[:] = actions[:], []
             for action in pending:
-                self._do(action)
+                try:
+                    self._do(action)
+                except Exception as error:  # noqa: BLE001 - a fault in one transfer stops no other
+                    what = f"{action.kind.value} of {action.part} failed"
+                    self.loop.call_exception_handler({"message": f"aiokv: {what}", "exception": error})
+                    self.table.fail(action.part, DeviceError(f"{what}: {error!r}"))
 
     def _do(self, action: Action) -> None:
         part = action.part
@@ -317,6 +324,11 @@ class Core:
             return
         if part.role == "producer":
             self.table.producer.connected(part, self.clock())
+            return
+        peer = self.peers.peer_of(session)
+        if peer is not None and peer.link is not None and peer.transport is not None:
+            name, one_sided = peer.transport.name, peer.transport.one_sided
+            self.table.consumer.connected(part, self.clock(), name, peer.link.id, one_sided=one_sided)
         else:
             self.peers.open_link(session)
 
@@ -387,7 +399,7 @@ class Core:
             if wanted is not None and (wanted == self._timer_at or self._timer_at <= now):
                 return  # it is set for then, or due already and sees to all that is
             self._timer.cancel()
-            self._timer = None
+            self._timer, self._reading_until = None, 0
         if wanted is not None:
             # 0 is as soon as possible: due now, and not late.
             self._timer_at = wanted or now
@@ -396,18 +408,18 @@ class Core:
             self._timer = self.loop.call_later(delay, self._on_timer)
 
     def _on_timer(self) -> None:
-        now = self.clock()
-        late, self._timer = now - self._timer_at, None
+        now, first = self.clock(), not self._reading_until
+        late, self._timer = now - (self._reading_until or self._timer_at), None
         self._lag = max(self._lag, late)
-        if late > _LATE_NS and not self._late:
+        if late > self.settings.liveness_ns // 3:
+            self.peers.forgive(now)
+        if late > _LATE_NS and first:
             # The loop was held, or the process stopped. What peers said meanwhile lies unread; it
             # is read before anybody is judged by the clock.
-            self._late = True
-            if late > self.settings.liveness_ns // 3:
-                self.peers.forgive(now)
-            self._timer = self.loop.call_later(_READ_INPUT_S, self._on_timer)
+            self._reading_until = now + _READ_INPUT_NS
+            self._timer = self.loop.call_later(_READ_INPUT_NS / 1e9, self._on_timer)
             return
-        self._late = False
+        self._reading_until = 0
         self.table.handle_timer(now)
         self.peers.handle_timer(now)
         self.wake()

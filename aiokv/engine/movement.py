@@ -60,8 +60,10 @@ class _Movement:
     #: Submitted chunks that have not completed.
     in_flight: int = 0
     stopped: bool = False
-    #: Chunks that wait for the lease to be confirmed.
+    #: Chunks that are not read before the lease is confirmed.
     held_back: list[Chunk] = field(default_factory=list)
+    #: Chunks that were read when the lease was over, and when that was seen (ns).
+    unconfirmed: list[tuple[int, Chunk]] = field(default_factory=list)
 
     @property
     def id(self) -> PartId:
@@ -189,6 +191,7 @@ class Mover:
             return
         movement.stopped = True
         movement.held_back.clear()
+        movement.unconfirmed.clear()
         self._scheduler.drop(part)
         if part.role == "consumer" and not part.one_sided:
             movement.link.forget(movement.id)
@@ -229,10 +232,18 @@ class Mover:
 
     def lease_extended(self, session: Session) -> None:
         """A producer confirmed its lease: what was held back for it may go on."""
-        for movement in self._movements.values():
-            while movement.held_back and movement.part.session is session:
-                chunk = movement.held_back.pop()
+        # When it said so, it still held the blocks, or its ABORT would have come before.
+        vouched = session.lease_held - self._settings.lease_ns
+        for movement in [each for each in self._movements.values() if each.part.session is session]:
+            for chunk in movement.held_back:
                 self._scheduler.put_back(movement.flow, movement.part, chunk)
+            movement.held_back.clear()
+            late, movement.unconfirmed = movement.unconfirmed, []
+            for when, chunk in late:
+                if when <= vouched:
+                    self._landed(movement, chunk.layer, chunk.nbytes)
+                else:
+                    self._doubt(movement, when, chunk, session)
         self._wake()
 
     # -- one turn
@@ -259,7 +270,9 @@ class Mover:
         if part.role == "consumer" and session is not None and self._clock() >= session.lease_held:
             # Read now, the bytes may be another request's already.
             self._scheduler.finished(chunk.nbytes)
-            self._hold_back(movement, chunk, session)
+            if not movement.held_back:
+                session.ask()
+            movement.held_back.append(chunk)
             return
         try:
             if part.role == "consumer":
@@ -311,18 +324,21 @@ class Mover:
         if error is not None:
             self._table.fail(part, error)
             return
-        session = part.session
-        if part.role == "consumer" and session is not None and self._clock() > session.lease_held:
-            # It ended after the time that the producer vouched for. Once the producer confirms
-            # that it still holds the blocks, the same bytes are read again.
-            self._hold_back(movement, chunk, session)
+        session, now = part.session, self._clock()
+        if part.role == "consumer" and session is not None and now > session.lease_held:
+            self._doubt(movement, now, chunk, session)
             return
         self._landed(movement, chunk.layer, chunk.nbytes)
 
-    def _hold_back(self, movement: _Movement, chunk: Chunk, session: Session) -> None:
-        if not movement.held_back:
+    def _doubt(self, movement: _Movement, when: int, chunk: Chunk, session: Session) -> None:
+        """A chunk was read after the time that the producer vouched for.
+
+        It counts once the producer says that it still holds the blocks. It is not read again: the
+        caller may have enqueued work on it by then, as ``layer_ordered`` allows.
+        """
+        if not movement.unconfirmed:
             session.ask()
-        movement.held_back.append(chunk)
+        movement.unconfirmed.append((when, chunk))
 
     def _landed(self, movement: _Movement, layer: int, nbytes: int) -> None:
         part = movement.part
