@@ -37,6 +37,8 @@ START_NS = 1_000_000_000_000
 #: Timers that are due within this time (s) are due: a clock of nanoseconds meets timers in floating point.
 RESOLUTION_S = 1e-9
 
+NEVER = float("inf")
+
 
 class Deadlock(RuntimeError):
     """Somebody waits, and nothing is scheduled that could wake them."""
@@ -87,20 +89,16 @@ class VirtualTime:
         Raises:
             Livelock: There were too many turns.
         """
-        ready, first = [], None
+        ready, first = [], NEVER
         now = self.now * 1e-9 + RESOLUTION_S
         for loop in self.loops:
-            if loop.frozen:
-                continue
-            if loop.has_ready:
+            when = loop.next_at()
+            if when < now:
                 ready.append(loop)
-            elif (when := loop.next_timer()) is not None:
-                if when < now:
-                    ready.append(loop)
-                elif first is None or when < first:
-                    first = when
+            elif when < first:
+                first = when
         if not ready:
-            if first is None:
+            if first == NEVER:
                 return False
             # Rounded up, so that the timer is due when that time has come.
             self.now = -int(-first * 1e9 // 1)
@@ -173,18 +171,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """The virtual time, in seconds."""
         return self.virtual.now * 1e-9
 
-    @property
-    def has_ready(self) -> bool:
-        """Whether callbacks are ready to run, apart from timers."""
-        return bool(self._ready)  # type: ignore[attr-defined]
-
-    def next_timer(self) -> float | None:
-        """When its earliest timer is due, in its seconds; None without one."""
+    def next_at(self) -> float:
+        """When it has something to run, in its seconds: 0 for now, infinity for never."""
+        if self.frozen:
+            return NEVER
+        if self._ready:  # type: ignore[attr-defined]
+            return 0.0
         scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        while scheduled and scheduled[0]._cancelled:  # type: ignore[attr-defined]
+        while scheduled:
+            if not scheduled[0]._cancelled:  # type: ignore[attr-defined]
+                return scheduled[0]._when  # type: ignore[attr-defined,no-any-return]
             self._timer_cancelled_count -= 1
             heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
-        return scheduled[0]._when if scheduled else None  # type: ignore[attr-defined]
+        return NEVER
 
     @property
     def idle(self) -> bool:

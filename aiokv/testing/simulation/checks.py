@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING
 from aiokv.engine.core import Core
 from aiokv.proto.parts import State
 from aiokv.proto.transfers import Part
+from aiokv.proto.session import Phase
 from aiokv.testing.simulation.ledger import Blocks
 from aiokv.testing.simulation.process import Process
+from aiokv.testing.simulation.records import SLACK_NS
 
 if TYPE_CHECKING:
     from aiokv.testing.simulation.world import World
 
-__all__ = ["closed", "ended", "idle"]
+#: A device that takes so long for a step may not come to an end within the drain bound (s).
+SLOW_S = 0.001
+
+__all__ = ["closed", "ended", "going_on", "idle", "well"]
 
 
 def idle(world: World) -> Iterator[str]:
@@ -108,32 +113,84 @@ def _parts(process: Process) -> Iterator[Part]:
         yield from record.handle.transfer.parts
 
 
+def going_on(world: World) -> Iterator[str]:
+    """What is wrong with a world in the middle of it all."""
+    for process in world.processes:
+        core = process.engine._core
+        if process.state not in ("up", "closing") or process.loop.frozen or core is None:
+            continue
+        # Before a turn that was asked for, what it does is still to be done.
+        if core._turn_wanted:
+            continue
+        for part in core.table.ledger.parts.values():
+            over = part.session is None or part.session.phase is Phase.ENDED
+            if over and part.state is not State.DRAINING:
+                yield f"{process.name}: {part} goes on over {part.session}"
+        if core.leases.out != len(core._held) + len(core._quarantined):
+            yield f"{process.name}: {core.leases.out} leases are out for {len(core._held)} transfers"
+        flying = [movement.in_flight for movement in core.mover._movements.values()]
+        if sum(flying) > core.mover.in_flight or min(flying, default=0) < 0:
+            yield f"{process.name}: {core.mover.in_flight} chunks in flight, of movements {flying}"
+        most = core.settings.parked_per_peer
+        if any(count > most for count in core.table.waiting._counts.values()):
+            yield f"{process.name}: more than {most} requests of one peer are parked"
+
+
 def ended(world: World) -> Iterator[str]:
     """What is wrong with how transfers ended, the two sides of each compared."""
-    incarnations = {
-        process.engine._core.peers._me.incarnation: process
-        for process in world.past
-        if process.engine._core is not None
-    }
-    consumers: dict[tuple[object, ...], list[State]] = {}
     for record in world.records:
-        if record.quarantined and not (record.process.stalled or record.process.broken):
+        process = record.process
+        slow = process.stalled or process.broken or process.rank.step_s >= SLOW_S
+        if record.quarantined and not slow:
             yield f"{record} never became quiet, though the device worked"
+    by_incarnation = {process.incarnation: process for process in world.past if process.incarnation}
+    consumers: dict[tuple[object, ...], list[Part]] = {}
     for process in world.past:
         for part in _parts(process):
-            if part.state not in (State.LANDED, State.FAILED, State.ABORTED) and process.state != "dead":
+            if not part.ended and process.state != "dead":
                 yield f"{process.name}: {part} never ended"
-            if part.role == "consumer" and part.session is not None:
-                peer = incarnations.get(part.session.incarnation)
-                consumers.setdefault((process, peer, *part.transfer.key), []).append(part.state)
+            peer = by_incarnation.get(part.session.incarnation) if part.session is not None else None
+            if part.role == "consumer":
+                consumers.setdefault((process, peer, *part.transfer.key), []).append(part)
+            if peer is not None and peer.killed_at and process.state != "dead":
+                yield from _soon(process, part, max(peer.killed_at, _begun(process, part)), "its peer died")
     for process in world.past:
         for part in _parts(process):
-            if part.role == "producer" and part.state is State.LANDED and part.session is not None:
-                peer = incarnations.get(part.session.incarnation)
+            if part.role == "producer" and part.session is not None:
+                peer = by_incarnation.get(part.session.incarnation)
                 found = consumers.get((peer, process, *part.transfer.key), [])
-                if State.LANDED not in found:
-                    states = [state.value for state in found]
-                    yield f"{process.name}: {part}, but at {peer and peer.name} it is {states}"
+                yield from _matched(process, part, peer, found)
+
+
+def _matched(process: Process, part: Part, peer: Process | None, others: list[Part]) -> Iterator[str]:
+    """A producer's part and what the consumer made of it."""
+    if part.state is State.LANDED and not any(other.state is State.LANDED for other in others):
+        states = [other.state.value for other in others]
+        yield f"{process.name}: {part}, but at {peer and peer.name} it is {states}"
+    for other in others:
+        if part.accepted and other.accepted and peer is not None and process.ended_at.get(part):
+            if process.state != "dead" and peer.ended_at.get(other):
+                yield from _soon(process, part, peer.ended_at[other], f"it ended at {peer.name}")
+            if peer.state != "dead":
+                yield from _soon(peer, other, process.ended_at[part], f"it ended at {process.name}")
+
+
+def _soon(process: Process, part: Part, since: int, what: str) -> Iterator[str]:
+    """A part ends within the bounds of liveness and drain, once it can't go on."""
+    world, ended = process.world, process.ended_at.get(part)
+    if ended is None:
+        return
+    settings = world.scenario.settings
+    bound = settings.liveness_ns + settings.heartbeat_ns + settings.drain_ns + 2 * SLACK_NS
+    lost = world.time_suspended(process, since, ended)
+    if lost:
+        bound += lost + settings.liveness_ns  # whose silence was one's own fault is given more time
+    if ended > since + bound:
+        yield f"{process.name}: {part} went on for {(ended - since) / 1e9:.3f} s after {what}"
+
+
+def _begun(process: Process, part: Part) -> int:
+    return next(each.begun_at for each in _records(process) if each.handle.transfer is part.transfer)
 
 
 def well(world: World) -> Iterator[str]:

@@ -11,7 +11,9 @@ from aiokv.device.cache import KVCache
 from aiokv.device.hazards import Hazard
 from aiokv.device.mocked import MockedDevice
 from aiokv.engine.engine import TransferEngine
-from aiokv.errors import PeerLostError
+from aiokv.errors import DeviceError
+from aiokv.proto.parts import State
+from aiokv.proto.transfers import ActionKind, Part
 from aiokv.testing.simulation.ledger import Ledger
 from aiokv.testing.simulation.scenario import Rank
 from aiokv.testing.virtual import VirtualLoop
@@ -47,6 +49,15 @@ class SimulatedDevice(MockedDevice):
     def resume(self) -> None:
         """Take steps again."""
         self.autostep(self._world.loop, random.Random(self.seed), self._step_s)  # noqa: S311
+
+    def synchronize(self) -> None:
+        """The host waits for all that it enqueued, as one does before memory is freed. It is known to be done."""
+        if self.idle:
+            for stream in self._handles.values():
+                stream.record()
+            self.run()
+            for stream in self._handles.values():
+                stream.timeline.confirmed = stream.timeline.clock[stream.timeline]
 
     def die(self) -> None:
         """The process that used it is dead: nothing of what was queued happens any more."""
@@ -105,6 +116,9 @@ class Process:
         suspended: When it could not run: half-open ranges of nanoseconds, the last one perhaps still open.
         expired: A reader's lease on its blocks ended before the reader said that it reads no more.
         stalled: Its device stood still for a while, so that blocks may never have become quiet.
+        incarnation: The engine's; empty before it was up.
+        ended_at: When each part ended (ns).
+        killed_at: When it was killed (ns); 0 if it wasn't.
         broken: A stream of its device failed, so that it may go on failing.
     """
 
@@ -130,7 +144,9 @@ class Process:
         self.expired = False
         self.broken = False
         self.stalled = False
-        self.closing_at = 0
+        self.incarnation = b""
+        self.ended_at: dict[Part, int] = {}
+        self.killed_at = 0
         self._stop = self.loop.create_future()
         self.main = self.loop.create_task(self._run(), name=f"{self.name} main")
 
@@ -145,6 +161,7 @@ class Process:
     async def _run(self) -> None:
         try:
             async with self.engine:
+                self._watch_parts()
                 if self.state == "starting":
                     self.state = "up"
                 self.world.poke()
@@ -153,6 +170,44 @@ class Process:
             self.world.fail(f"{self.name} could not start: {error}")
         self.state = "closed"
         self.world.poke()
+
+    def _watch_parts(self) -> None:
+        """Take down when parts end, which nobody else does."""
+        core = self.engine._core
+        if core is None:
+            raise RuntimeError("an engine that was entered has a core")
+        self.incarnation = core.peers._me.incarnation
+        ledger, ended_at, time = core.table.ledger, self.ended_at, self.world.time
+        act = ledger.act
+
+        def watched(kind: ActionKind, part: Part, mask: int = 0) -> None:
+            if kind is ActionKind.ENDED:
+                ended_at[part] = time.now
+                self._check_promise(part)
+            act(kind, part, mask)
+
+        ledger.act = watched  # type: ignore[method-assign]
+
+    def _check_promise(self, mine: Part) -> None:
+        """When a producer's part ends, its reader reads no more, or may not believe what it reads."""
+        session = mine.session
+        if mine.role == "consumer" or not mine.accepted or session is None or not session.incarnation:
+            return
+        if isinstance(mine.life.error, DeviceError):
+            return  # in quarantine: the blocks are not given back
+        for reader in self.world.past:
+            if reader.state != "dead" and reader.incarnation == session.incarnation:
+                core = reader.engine._core
+                for part in core.table.ledger.parts.values() if core is not None else ():
+                    theirs = part.session
+                    if theirs is None or theirs.incarnation != self.incarnation:
+                        continue
+                    same = part.transfer.key == mine.transfer.key and part.role == "consumer"
+                    if part.life.outcome not in (None, State.LANDED):
+                        continue  # it has given up, so it believes nothing
+                    if same and part.ready and theirs.lease_held > self.world.time.now:
+                        left = (theirs.lease_held - self.world.time.now) / 1e9
+                        self.world.fail(f"{self.name}: {mine} ended, {part} holds a lease for {left:.3f} s more")
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run a user's task in this process."""
@@ -179,7 +234,6 @@ class Process:
         """Have it leave its engine, with whatever is going on."""
         if self.state == "up":
             self.state = "closing"
-            self.closing_at = self.world.time.now
             self.world.note(self.name, "closes")
             self.loop.call_soon(self._stop.set_result, None)
 
@@ -203,6 +257,7 @@ class Process:
             return
         self.world.note(self.name, "is killed")
         self.state = "dead"
+        self.killed_at = self.world.time.now
         self.loop.kill()
         try:
             self.world.network.kill(self.rank.address, keep=keep)
@@ -217,8 +272,3 @@ class Process:
         """The world ends."""
         self.device.pause()
         self.loop.close()
-
-
-def lost(error: BaseException) -> bool:
-    """Whether an error says that the peer, or the way to it, is gone."""
-    return isinstance(error, PeerLostError)

@@ -98,6 +98,7 @@ def _play(world: World) -> None:
             world.excuse_frees = process.expired
             if process.state == "closed":
                 process.ledger.look()
+                process.device.synchronize()
                 process.cache.close()
 
 
@@ -117,11 +118,20 @@ async def _scenario(world: World) -> None:
         ask(world, request, 0.0)
     for fault in world.scenario.faults:
         world.later(fault.at, faults.begin, world, fault)
+    sampling = world.loop.create_task(_sample(world), name="samples")
     last = max((fault.at + fault.lasts for fault in world.scenario.faults), default=0.0)
     await _until(world, lambda: not world.users and world.asked == 0, _end(world), "transfers end")
     if world.rng.random() < 0.5 and last:
         await asyncio.sleep(min(last, 1.0))
+    sampling.cancel()
     await _heal(world)
+
+
+async def _sample(world: World) -> None:
+    """Look, again and again, for what must not be at any time."""
+    while True:
+        await asyncio.sleep(world.rng.choice((0.05, 0.3, 1.0)))
+        _check(world, checks.going_on(world))
 
 
 def _end(world: World) -> float:

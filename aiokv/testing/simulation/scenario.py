@@ -27,6 +27,14 @@ Style = Literal["with", "start"]
 _AXES = ("sbthd", "bsthd", "bshtd", "bhtsd", "split")
 
 
+#: Silence that nobody may be given up for, less than the bounds of first contact and liveness (s).
+MOST_SILENCE_S = 1.5
+#: Jumps of the time that are long enough to be noticed as one's own fault (s).
+NOTICED_S = 1.0
+#: Time that may be lost before deadlines of half a minute can't be kept (s).
+MOST_LOST_S = 20.0
+
+
 @dataclass(frozen=True, slots=True)
 class Rank:
     """One engine."""
@@ -138,25 +146,53 @@ class Scenario:
     channel: Faults
 
     @property
-    def calm(self) -> bool:
-        """Nothing happens that could make a well-meant transfer fail."""
+    def quiet(self) -> bool:
+        """Nothing at all is done to the engines, and the network is perfect but for delays and duplicates."""
         return not self.faults and not self.channel.drop and not self.channel.reorder
+
+    @property
+    def calm(self) -> bool:
+        """Nothing happens that could make a well-meant transfer fail.
+
+        Nobody is declared dead for a silence that is shorter than the bounds, nor for one's own: a process
+        that stands still for a while, frames that come late, and time that jumps for all do no harm.
+        """
+        if self.channel.drop or self.channel.reorder:
+            return False
+        silent = jumps = 0.0
+        for fault in self.faults:
+            held = fault.kind in ("cut", "cut off") and fault.second_flag
+            # A short jump is not noticed, so it counts as the others' silence.
+            if fault.kind == "freeze" or held or (fault.kind == "jump" and fault.lasts < NOTICED_S):
+                silent += fault.lasts
+            elif fault.kind in ("jump", "stall device"):
+                jumps += fault.lasts
+            else:
+                return False
+        return silent < MOST_SILENCE_S and silent + jumps < MOST_LOST_S
 
 
 def draw(seed: int | str) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")  # noqa: S311 - repeatable, not secret
-    calm = rng.random() < 0.25
+    mood = rng.choices(("calm", "patient", "lease", "any"), (15, 15, 15, 55))[0]
     ranks = _ranks(rng)
     span = rng.choice((0.0, 0.01, 0.1, 2.0))
     requests = tuple(_request(rng, ranks, f"t{i}", span, f"{seed}/t{i}") for i in range(rng.randint(1, 6)))
+    faults: tuple[Fault, ...] = ()
+    if mood == "any":
+        faults = tuple(_fault(rng, ranks, requests, _KINDS) for _ in range(rng.randint(0, 4)))
+    elif mood == "patient":
+        faults = tuple(_short(rng, _fault(rng, ranks, requests, _HARMLESS)) for _ in range(rng.randint(1, 3)))
+    elif mood == "lease":
+        requests, faults = _broken_promise(rng, requests)
     return Scenario(
         seed=str(seed),
         settings=_settings(rng),
         ranks=ranks,
         requests=requests,
-        faults=() if calm else tuple(_fault(rng, ranks, requests) for _ in range(rng.randint(0, 4))),
-        channel=_channel(rng, calm=calm),
+        faults=faults,
+        channel=_channel(rng, calm=mood != "any"),
     )
 
 
@@ -426,13 +462,18 @@ def _swapped(sides: list, victim: object, changed: object | None) -> list:  # ty
 # -- faults
 
 
-def _fault(rng: random.Random, ranks: tuple[Rank, ...], requests: tuple[Request, ...]) -> Fault:
+_KINDS: tuple[FaultKind, ...] = (
+    "freeze", "freeze", "freeze", "jump", "kill", "kill", "close", "cut", "cut", "cut off", "noise",
+    "unlink", "stall device", "fail device",
+)  # fmt: skip
+_HARMLESS: tuple[FaultKind, ...] = ("freeze", "freeze", "jump", "cut", "stall device")
+
+
+def _fault(
+    rng: random.Random, ranks: tuple[Rank, ...], requests: tuple[Request, ...], kinds: tuple[FaultKind, ...]
+) -> Fault:
     sides = [side for request in requests for side in (*request.offers, *request.fetches)]
     near = rng.choice(sides).start if sides else 0.0
-    kinds: tuple[FaultKind, ...] = (
-        "freeze", "freeze", "freeze", "jump", "kill", "kill", "close", "cut", "cut", "cut off", "noise",
-        "unlink", "stall device", "fail device",
-    )  # fmt: skip
     kind = rng.choice(kinds)
     rank, other = rng.sample(range(len(ranks)), 2)
     lasts = _log_uniform(rng, 0.02, 8.0)
@@ -449,3 +490,57 @@ def _fault(rng: random.Random, ranks: tuple[Rank, ...], requests: tuple[Request,
         second_flag=rng.random() < 0.5,
         noise=noise,
     )
+
+
+def _short(rng: random.Random, fault: Fault) -> Fault:
+    """The fault, so that it does no harm."""
+    lasts = rng.random() * (5.0 if fault.kind in ("jump", "stall device") else MOST_SILENCE_S / 3)
+    return replace(fault, at=fault.at * rng.choice((1.0, 0.1, 0.01)), lasts=lasts, second_flag=True)
+
+
+def _broken_promise(
+    rng: random.Random, requests: tuple[Request, ...]
+) -> tuple[tuple[Request, ...], tuple[Fault, ...]]:
+    """The producer gives up where the consumer can't hear it, and the consumer's copies are late."""
+    whole = [request for request in requests if request.offers and request.fetches]
+    if not whole:
+        return requests, ()
+    request = rng.choice(whole)
+    offer, fetch = rng.choice(request.offers), rng.choice(request.fetches)
+    # Layers are ready at once, so that copies are under way when the consumer is cut off.
+    offer = replace(offer, pace=rng.choice((0.0, 0.0001)), order="forward")
+    hot = max(offer.start, fetch.start) + _log_uniform(rng, 2e-4, 0.05)
+    match rng.randrange(3):
+        case 0 | 1:
+            offer = replace(offer, cancels=(hot - offer.start + _log_uniform(rng, 1e-4, 0.5),))
+        case _:
+            offer = replace(offer, deadline=hot - offer.start + _log_uniform(rng, 1e-4, 0.5))
+    # A patient reader, that would believe what it gets.
+    patient = replace(fetch, deadline=30.0, cancels=(), timeout=0.0, raises=-1)
+    changed = replace(
+        request,
+        offers=tuple(offer if each.rank == offer.rank else each for each in request.offers),
+        fetches=tuple(patient if each.rank == fetch.rank else each for each in request.fetches),
+        odd=True,
+    )
+    cut = Fault(
+        at=hot,
+        kind="cut",
+        rank=offer.rank,
+        other=fetch.rank,
+        lasts=_log_uniform(rng, 0.5, 8.0),
+        flag=rng.random() < 0.5,
+        second_flag=rng.random() < 0.3,
+    )
+    faults = [
+        *([cut] if rng.random() < 0.7 else []),
+        Fault(
+            at=max(0.0, hot + rng.choice((0.0, 0.001, -0.001))),
+            kind="stall device",
+            rank=fetch.rank,
+            lasts=1.0 + 2.2 * rng.random(),
+        ),
+    ]
+    if rng.random() < 0.2:
+        faults.append(Fault(at=hot, kind="freeze", rank=fetch.rank, lasts=_log_uniform(rng, 0.5, 8.0)))
+    return tuple(changed if each is request else each for each in requests), tuple(faults)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["World"]
 
 #: Nanoseconds that a turn of a loop takes.
-TURN_NS = 5_000
+TURN_NS = 20_000
 
 #: Turns of a world, far more than one needs.
 MOST_TURNS = 300_000
