@@ -1,0 +1,1 @@
+"""Deadlines, liveness, first contact and the bound of draining, in virtual time."""
