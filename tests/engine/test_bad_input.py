@@ -1,0 +1,1 @@
+"""Bad input: refused at the call, or told to both sides; never a lasting effect."""

@@ -1,0 +1,1 @@
+"""Layer by layer: order, wake-ups, plans over several readers and several sources."""

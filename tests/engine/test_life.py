@@ -1,0 +1,1 @@
+"""Life of an engine: entering, leaving, idling, starting again."""

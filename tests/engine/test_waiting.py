@@ -1,0 +1,1 @@
+"""Waiting: several waiters, failures that nobody awaits, what a handle tells."""
