@@ -66,8 +66,9 @@ class Consumer:
         """All sources are known: share the heads out among them, and ask."""
         try:
             shares = self._shares(fetching)
-        except LayoutMismatch as error:
-            self._ledger.settle(fetching.parts[0], Event.FAIL, error)
+        except LayoutMismatch as found:
+            error = LayoutMismatch(f"transfer {fetching}: {found}")
+            self._ledger.settle(fetching.parts[0], Event.FAIL, error, "layout")
             return
         for part, heads in zip(fetching.parts, shares, strict=True):
             if part.state is not State.OFFERED or part.session is None:
@@ -98,7 +99,7 @@ class Consumer:
         layouts = []
         for part in fetching.parts:
             if part.session is None or part.session.hello is None:
-                raise LayoutMismatch(f"transfer {fetching}: a source went away before it was asked")
+                raise LayoutMismatch("a source went away before it was asked")
             self._ledger.layout.check_compatible(part.session.hello.layout, part.session.address)
             layouts.append(part.session.hello.layout)
         return assign_heads(self._ledger.layout, layouts)

@@ -66,12 +66,13 @@ class Producer:
         session, offering = part.session, part.transfer
         if part.state is not State.OFFERED or session is None or session.hello is None:
             return
+        # Said also where it fails at once: a fetch that waits for this offer then hears why it won't come.
+        session.send(Offer(*offering.key, max(0, part.deadline - now) // 1000, offering.trace))
         found = list(self._ledger.layout.differences(session.hello.layout))
         if found:
             text = f"this cache and that of {session.address} differ: " + "; ".join(found)
-            self._ledger.settle(part, Event.FAIL, LayoutMismatch(text))
-            return
-        session.send(Offer(*offering.key, max(0, part.deadline - now) // 1000, offering.trace))
+            error = LayoutMismatch(f"transfer {offering}: {text}")
+            self._ledger.settle(part, Event.FAIL, error, "layout")
 
     def accept(self, part: Part, now: int) -> None:
         """The layer above can serve the grant that it got START for; say so."""

@@ -7,6 +7,9 @@ layer above. The producer's side, the consumer's side and what both share are mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from aiokv.errors import (
     AiokvError,
     CapacityError,
@@ -39,6 +42,11 @@ from aiokv.proto.transfers import Action, Part, Transfer, other_role
 from aiokv.proto.waiting import Waiting
 
 __all__ = ["Table"]
+
+#: Reasons that a peer gives, and the errors that they become here where there is one more fitting.
+_KINDS: Mapping[str, type[AiokvError]] = MappingProxyType(
+    {"layout": LayoutMismatch, "capacity": CapacityError, "deadline": DeadlineExceeded}
+)
 
 
 class Table:
@@ -108,9 +116,8 @@ class Table:
         if part is None or part.accepted or part.state not in (State.OFFERED, State.GRANTED):
             return
         text = f"transfer {part.transfer}: {session.address} refused ({refuse.reason}): {refuse.text}"
-        kinds: dict[str, type[AiokvError]] = {"layout": LayoutMismatch, "capacity": CapacityError}
         part.abort_known = True
-        self.ledger.settle(part, Event.FAIL, kinds.get(refuse.reason, Refused)(text))
+        self.ledger.settle(part, Event.FAIL, _KINDS.get(refuse.reason, Refused)(text))
 
     def _on_abort(self, session: Session, abort: Abort) -> None:
         key, mine = (abort.tid, abort.attempt), other_role(abort.role)
@@ -124,9 +131,8 @@ class Table:
             # its sender commits nothing more, not that nothing of it is in flight.
             return
         text = f"transfer {part.transfer}: given up by the {abort.role} at {session.address}: {abort.text}"
-        error: AiokvError = DeadlineExceeded(text) if abort.reason == "deadline" else TransferAborted(text)
         part.abort_known = True
-        self.ledger.settle(part, Event.ABORT, error)
+        self.ledger.settle(part, Event.ABORT, _KINDS.get(abort.reason, TransferAborted)(text))
 
     def _on_aborted(self, session: Session, aborted: Aborted) -> None:
         part = self.ledger.find(session, (aborted.tid, aborted.attempt), other_role(aborted.role))
