@@ -8,6 +8,7 @@ it means for transfers is the table's business.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -113,6 +114,7 @@ class Peers:
         self._sessions: dict[int, Peer] = {}  # by the number of our stream
         self._by_incarnation: dict[bytes, Session] = {}
         self._talking: dict[Session, None] = {}  # sessions with something to send
+        self._timed: dict[Session, None] = {}  # sessions that have a timer
         #: Tasks that open links.
         self.tasks: set[asyncio.Task[None]] = set()
         #: Control frames sent, received, and received in vain (malformed, stale, for somebody else).
@@ -167,7 +169,9 @@ class Peers:
 
     def _begin(self, peer: Peer) -> Session:
         stream = next(self._streams)
-        session = Session(self._me, stream, peer.address, self._settings, self._clock(), self._talking)
+        session = Session(
+            self._me, stream, peer.address, self._settings, self._clock(), self._talking, self._timed
+        )
         peer.session = session
         self._sessions[stream] = peer
         self._wake()
@@ -207,6 +211,11 @@ class Peers:
             self._tell_reset(session, "protocol", str(error))
             self.end(session, error)
             return
+        except Exception as error:
+            # What was left of the frame is lost, which nothing would mend: somebody would wait for it.
+            self._tell_reset(session, "internal", "a message could not be taken")
+            self.end(session, PeerLostError(f"a message of {session.address} could not be taken: {error!r}"))
+            raise
         if session.lease_held > held:
             self._lease(session)
         if session.farewell:
@@ -294,6 +303,7 @@ class Peers:
             self._send_outside(peer.port, session.incarnation, Reset(session.theirs, reason, text[:2048]))
 
     def _send_outside(self, port: Port, dst: bytes, message: Reset) -> None:
+        """Send it if that can be: a peer that doesn't read finds out by itself, sooner or later."""
         frame = Frame(
             src=self._me.incarnation,
             dst=dst,
@@ -304,7 +314,8 @@ class Peers:
             ack=0,
             body=[msgspec.Raw(encode_message(message))],
         )
-        self._send(port, encode_frame(frame))
+        with contextlib.suppress(CapacityError, ClosedError):
+            self._send(port, encode_frame(frame))
 
     def _stray(self, text: str, *args: object) -> None:
         self.frames_stray += 1
@@ -341,6 +352,8 @@ class Peers:
         if tell and peer is not None and session.phase is Phase.UP:
             session.send(Bye(str(error)[:2048]))
             self.flush()
+            if self.peer_of(session) is None:
+                return  # it doesn't read, so it was ended for that
         session.end(error)
         self._finish(session, error, certain=certain)
 
@@ -368,12 +381,12 @@ class Peers:
 
     def next_timer(self) -> int | None:
         """The earliest time that any session wants to be called (ns)."""
-        timers = [when for s in self.sessions if (when := s.next_timer()) is not None]
+        timers = [when for s in self._timed if (when := s.next_timer()) is not None]
         return min(timers, default=None)
 
     def handle_timer(self, now: int) -> None:
         """Let time pass in every session."""
-        for session in self.sessions:
+        for session in list(self._timed):
             session.handle_timer(now)
             if session.phase is Phase.ENDED and session.error is not None:
                 self._finish(session, session.error, certain=False)
@@ -386,16 +399,12 @@ class Peers:
     # -- links
 
     def open_link(self, session: Session) -> None:
-        """Open the link to the peer of a session that is up, unless there is one.
+        """Open the link to the peer of a session that is up, unless it is there or being opened.
 
-        ``linked`` is called in any case, at once or later.
+        ``linked`` is called once it is there, or can't be had.
         """
         peer = self.peer_of(session)
-        if peer is None:
-            return
-        if peer.link is not None:
-            self._linked(session, None)
-        elif peer.opening is None:
+        if peer is not None and peer.link is None and peer.opening is None:
             peer.opening = asyncio.get_running_loop().create_task(self._open(peer, session))
             self.tasks.add(peer.opening)
             peer.opening.add_done_callback(self.tasks.discard)
@@ -407,9 +416,10 @@ class Peers:
         timeout = self._settings.contact_ns / 1e9
         try:
             transport, link = await open_link(self._transports, hello.transports, info, timeout)
-        except PeerLostError as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody waits for the link
             peer.opening = None
-            self._linked(session, error)
+            lost = PeerLostError(f"no data path to {peer.address}: {error!r}")
+            self._linked(session, error if isinstance(error, AiokvError) else lost)
             self._wake()
             return
         if peer.session is not session:

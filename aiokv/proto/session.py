@@ -73,6 +73,7 @@ class Session:
         settings: Timers.
         now: The time, in nanoseconds.
         talking: Where the session enters itself when it has something to send.
+        timed: Where it stands while it has a timer.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Session:
         settings: Settings,
         now: int,
         talking: dict[Session, None] | None = None,
+        timed: dict[Session, None] | None = None,
     ) -> None:
         self.me = me
         self.address = address
@@ -114,6 +116,8 @@ class Session:
         self.farewell = False
         self._settings = settings
         self._talking = {} if talking is None else talking
+        self._timed = {} if timed is None else timed
+        self._timed[self] = None
         self._outbox: list[bytes] = []
         self._greet = True
         self._talking[self] = None
@@ -206,6 +210,7 @@ class Session:
         # A peer that greeted without knowing our stream has not seen our HELLO if that was sent
         # before; it is in order before whatever we send next, or will be asked for again.
         self.phase = Phase.UP
+        self._note_timer()
 
     def receive(self, frame: Frame, now: int) -> list[Message]:
         """Take a frame of the peer's stream and return the messages that are not the session's own.
@@ -268,10 +273,18 @@ class Session:
             self._pinged = now
             self._suspected = 0
         self.live += 1
+        self._note_timer()
 
     def remove_live(self) -> None:
         """A part ended."""
         self.live -= 1
+        self._note_timer()
+
+    def _note_timer(self) -> None:
+        if self.phase is Phase.CONTACT or (self.phase is Phase.UP and self.live):
+            self._timed[self] = None
+        else:
+            self._timed.pop(self, None)
 
     def ask(self) -> None:
         """Ask for a sign of life now: it acknowledges what was sent so far, and extends the lease."""
@@ -326,3 +339,4 @@ class Session:
             self.phase = Phase.ENDED
             self.error = error
             self._outbox.clear()
+            self._note_timer()

@@ -1,0 +1,235 @@
+"""What nobody foresaw in one transfer, or with one peer, costs that transfer or that peer, and is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from aiokv.control.memory import MemoryNetwork
+from aiokv.device.cache import KVCache
+from aiokv.device.host import HostStream
+from aiokv.engine.core import Core
+from aiokv.engine.engine import TransferEngine
+from aiokv.engine.transfer import Offer
+from aiokv.errors import AiokvError, DeviceError, PeerLostError
+from aiokv.proto.consumer import Consumer
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.messages import Landed
+from aiokv.proto.session import Session
+from aiokv.proto.transfers import Part
+from aiokv.transports.base import Link, PeerInfo
+from aiokv.transports.memory import MemoryHub, MemoryTransport
+
+LAYOUT = CacheLayout.attention(layers=2, blocks=256, block_size=4, heads=2, head_size=8, dtype="float32")
+
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def caches() -> Iterator[list[KVCache]]:
+    """Allocated before the loop runs, which that would block."""
+    made = [KVCache.allocate(LAYOUT) for _ in range(3)]
+    yield list(made)
+    for cache in made:
+        cache.close()
+
+
+@pytest_asyncio.fixture
+async def engines(caches: list[KVCache]) -> AsyncIterator[list[TransferEngine]]:
+    """Three engines of one process, open."""
+    network, hub = MemoryNetwork(), MemoryHub()
+    made = [
+        TransferEngine(cache, channel=network.channel(f"memory://{name}"), transports=[MemoryTransport(hub)])
+        for cache, name in zip(caches, "abc", strict=True)
+    ]
+    async with made[0], made[1], made[2], asyncio.timeout(20):
+        yield made
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """What is told to the loop's exception handler meanwhile."""
+    loop = asyncio.get_running_loop()
+    before, found = loop.get_exception_handler(), []  # type: ignore[var-annotated]
+    loop.set_exception_handler(lambda _, context: found.append(repr(context.get("exception"))))
+    yield found
+    loop.set_exception_handler(before)
+
+
+def core_of(engine: TransferEngine) -> Core:
+    assert engine._core is not None
+    return engine._core
+
+
+async def moved(producer: TransferEngine, consumer: TransferEngine, tid: str, block: int = 0) -> None:
+    """Move one block."""
+    offer = producer.offer(tid, [block])
+    offer.start()
+    for layer in range(LAYOUT.layers):
+        offer.layer_ready(layer)
+    async with consumer.fetch(tid, [block], sources=[producer.address]):
+        pass
+    await offer.wait()
+
+
+async def failed(handle: Any, kind: type[AiokvError]) -> None:
+    with pytest.raises(kind):
+        await handle.wait()
+
+
+# -- peers
+
+
+@pytest.mark.asyncio
+async def test_a_message_that_cannot_be_taken_ends_its_session_and_no_other(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, other = engines
+    await moved(producer, other, "before")
+    receive = core_of(producer).table.receive
+
+    def fault(session: Session, message: Any, now: int) -> None:
+        if isinstance(message, Landed) and message.tid == "t":
+            raise ZeroDivisionError
+        receive(session, message, now)
+
+    monkeypatch.setattr(core_of(producer).table, "receive", fault)
+    offer = producer.offer("t", [0])
+    offer.start()
+    offer.layer_ready(0)
+    offer.layer_ready(1)
+    with told() as errors:
+        async with consumer.fetch("t", [0], sources=[producer.address]):
+            pass
+        await failed(offer, PeerLostError)
+    assert errors == ["ZeroDivisionError()"]
+    await moved(producer, other, "after")
+    await moved(producer, consumer, "again")
+    assert core_of(producer).peers.sessions_lost == 1
+
+
+@pytest.mark.asyncio
+async def test_a_transport_that_fails_in_an_unforeseen_way_fails_what_waits_for_it_and_is_tried_again(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = engines
+    connect = MemoryTransport.connect
+
+    async def fault(self: MemoryTransport, description: bytes, peer: PeerInfo) -> Link:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(MemoryTransport, "connect", fault)
+    fetches = [consumer.fetch(f"t{number}", [number], sources=[producer.address]) for number in range(2)]
+    for fetch in fetches:
+        fetch.start()
+    for fetch in fetches:
+        await failed(fetch, PeerLostError)
+    monkeypatch.setattr(MemoryTransport, "connect", connect)
+    await moved(producer, consumer, "again")
+
+
+# -- transfers
+
+
+@pytest.mark.asyncio
+async def test_what_the_engine_fails_to_do_for_one_transfer_stops_no_other(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = engines
+    start = core_of(consumer).mover.start
+
+    def fault(part: Part, *args: Any) -> int:
+        if part.transfer.tid == "bad":
+            raise ZeroDivisionError
+        return start(part, *args)
+
+    monkeypatch.setattr(core_of(consumer).mover, "start", fault)
+    offers: list[Offer] = []
+    for number, tid in enumerate(["good", "bad", "better"]):
+        offers.append(producer.offer(tid, [number]))
+        offers[-1].start()
+        for layer in range(LAYOUT.layers):
+            offers[-1].layer_ready(layer)
+    with told() as errors:
+        fetches = [
+            consumer.fetch(o.transfer_id, [n], sources=[producer.address]) for n, o in enumerate(offers)
+        ]
+        for fetch in fetches:
+            fetch.start()
+        await fetches[0].wait()
+        await failed(fetches[1], DeviceError)
+        await fetches[2].wait()
+        await offers[0].wait()
+        await failed(offers[1], AiokvError)
+        await offers[2].wait()
+    assert errors == ["ZeroDivisionError()"]
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_is_broken_from_the_start_takes_nothing(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = engines
+
+    def broken(self: HostStream) -> None:
+        raise DeviceError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostStream, "record", broken)
+        with pytest.raises(DeviceError):
+            consumer.fetch("t", [0], sources=[producer.address]).start()
+    assert consumer.statistics().leases == 0
+    await moved(producer, consumer, "t")
+
+
+# -- what many transfers and peers cost
+
+
+@pytest.mark.asyncio
+async def test_a_transfer_costs_the_same_however_many_go_on(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = engines
+    await moved(producer, consumer, "first")
+    connected, asked = Consumer.connected, []
+
+    def counted(self: Consumer, part: Part, *args: Any, **kwargs: Any) -> None:
+        asked.append(part)
+        connected(self, part, *args, **kwargs)
+
+    monkeypatch.setattr(Consumer, "connected", counted)
+    fetches = [consumer.fetch(f"t{number}", [number], sources=[producer.address]) for number in range(200)]
+    for fetch in fetches:
+        fetch.start()
+        await asyncio.sleep(0)
+    for fetch in fetches:
+        fetch.cancel()
+    for fetch in fetches:
+        await failed(fetch, AiokvError)
+    assert len(asked) == 200
+
+
+@pytest.mark.asyncio
+async def test_peers_with_which_nothing_goes_on_cost_nothing(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, other = engines
+    await moved(producer, consumer, "t")
+    await moved(producer, other, "t2")
+    next_timer, asked = Session.next_timer, []
+
+    def counted(self: Session) -> int | None:
+        asked.append(self)
+        return next_timer(self)
+
+    monkeypatch.setattr(Session, "next_timer", counted)
+    assert len(core_of(producer).peers.sessions) == 2
+    assert core_of(producer).peers.next_timer() is None
+    assert asked == []
+    await moved(producer, consumer, "t3")
+    assert len({session for session in asked if session.me is core_of(producer).peers._me}) == 1
