@@ -243,11 +243,12 @@ class Core:
 
     # -- what comes from the data plane
 
-    def _on_moved(self, part: Part, nbytes: int) -> None:
+    def _on_moved(self, part: Part, nbytes: int, layer_through: bool) -> None:
         handle = self._handles.get(part.transfer)
         if handle is not None:
             handle.bytes_moved += nbytes
-            handle.changed()
+            if layer_through:  # nobody waits for less
+                handle.changed()
         if part.role == "consumer":
             self._received += nbytes
         else:

@@ -21,7 +21,7 @@ from aiokv.proto.schedule import ChunkScheduler
 from aiokv.proto.session import Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.table import Table
-from aiokv.proto.transfers import Part
+from aiokv.proto.transfers import Fetching, Part
 from aiokv.transports.base import Link, PartId
 
 __all__ = ["Mover"]
@@ -84,7 +84,7 @@ class Mover:
         clock: The time (ns).
         settings: Sizes.
         wake: Asks for another turn.
-        moved: Told of each chunk that completed, with its part and bytes.
+        moved: Told of each chunk that completed: its part, its bytes, and whether its layer is through.
         submitted: Told when all of a layer of a part was submitted, with the event that covers it.
     """
 
@@ -97,7 +97,7 @@ class Mover:
         clock: Callable[[], int],
         settings: Settings,
         wake: Callable[[], None],
-        moved: Callable[[Part, int], None],
+        moved: Callable[[Part, int, bool], None],
         submitted: Callable[[Part, int, Event], None],
     ) -> None:
         self._table = table
@@ -111,6 +111,8 @@ class Mover:
         self._scheduler: ChunkScheduler[_Flow, Part] = ChunkScheduler(settings.window_bytes)
         self._movements: dict[Part, _Movement] = {}
         self._flows: dict[int, _Flow] = {}  # by the identity of the link
+        #: Movements with chunks that wait for a lease to be confirmed.
+        self._leasing: dict[Session, dict[_Movement, None]] = {}
         self._streams = [cache.device.stream() for _ in range(_STREAMS)]
         self._turn = 0
         #: Submitted chunks that have not completed, over all parts.
@@ -169,11 +171,10 @@ class Mover:
         movement = self._movements.get(part)
         if movement is None or movement.stopped:
             return
-        priority = getattr(part.transfer, "priority", 0)
         for layer in _layers(mask):
             if movement.missing[layer]:
                 chunks = movement.plan.chunks(layer, self._settings.chunk_bytes)
-                self._scheduler.add(movement.flow, part, chunks, priority)
+                self._scheduler.add(movement.flow, part, chunks, _priority(part))
         self._wake()
 
     def stop(self, part: Part, link: Link | None) -> None:
@@ -209,6 +210,10 @@ class Mover:
         movement = self._movements.pop(part, None)
         if movement is not None:
             self._scheduler.drop(part)
+            if part.session in self._leasing:
+                self._leasing[part.session].pop(movement, None)
+                if not self._leasing[part.session]:
+                    del self._leasing[part.session]
             movement.flow.parts -= 1
             self._drop_flow(movement.flow)
 
@@ -234,9 +239,9 @@ class Mover:
         """A producer confirmed its lease: what was held back for it may go on."""
         # When it said so, it still held the blocks, or its ABORT would have come before.
         vouched = session.lease_held - self._settings.lease_ns
-        for movement in [each for each in self._movements.values() if each.part.session is session]:
+        for movement in self._leasing.pop(session, {}):
             for chunk in movement.held_back:
-                self._scheduler.put_back(movement.flow, movement.part, chunk)
+                self._scheduler.put_back(movement.flow, movement.part, chunk, _priority(movement.part))
             movement.held_back.clear()
             late, movement.unconfirmed = movement.unconfirmed, []
             for when, chunk in late:
@@ -273,6 +278,7 @@ class Mover:
             if not movement.held_back:
                 session.ask()
             movement.held_back.append(chunk)
+            self._leasing.setdefault(session, {})[movement] = None
             return
         try:
             if part.role == "consumer":
@@ -283,10 +289,10 @@ class Mover:
                 )
             else:
                 self._scheduler.finished(chunk.nbytes)
-                self._scheduler.put_back(movement.flow, part, chunk)
+                self._scheduler.put_back(movement.flow, part, chunk, _priority(part))
                 self._scheduler.block(movement.flow)
                 return
-        except (PeerLostError, DeviceError) as error:
+        except AiokvError as error:
             self._scheduler.finished(chunk.nbytes)
             self._table.fail(part, error)
             return
@@ -339,11 +345,12 @@ class Mover:
         if not movement.unconfirmed:
             session.ask()
         movement.unconfirmed.append((when, chunk))
+        self._leasing.setdefault(session, {})[movement] = None
 
     def _landed(self, movement: _Movement, layer: int, nbytes: int) -> None:
         part = movement.part
         movement.missing[layer] -= nbytes
-        self._moved(part, nbytes)
+        self._moved(part, nbytes, not movement.missing[layer])
         if part.role == "consumer" and not movement.missing[layer]:
             self._table.consumer.copied(part, 1 << layer)
 
@@ -361,6 +368,11 @@ class Mover:
     def _writable(self, flow: _Flow) -> None:
         self._scheduler.unblock(flow)
         self._wake()
+
+
+def _priority(part: Part) -> int:
+    """Of a fetch; a producer serves all alike."""
+    return part.transfer.priority if isinstance(part.transfer, Fetching) else 0
 
 
 def _layers(mask: int) -> Iterator[int]:

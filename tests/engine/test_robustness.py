@@ -21,6 +21,7 @@ from aiokv.proto.consumer import Consumer
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Landed
 from aiokv.proto.session import Session
+from aiokv.proto.settings import Settings
 from aiokv.proto.transfers import Part
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.memory import MemoryHub, MemoryTransport
@@ -233,3 +234,62 @@ async def test_peers_with_which_nothing_goes_on_cost_nothing(
     assert asked == []
     await moved(producer, consumer, "t3")
     assert len({session for session in asked if session.me is core_of(producer).peers._me}) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_waiting_task_is_woken_by_layers_and_not_by_chunks(caches: list[KVCache]) -> None:
+    network, hub = MemoryNetwork(), MemoryHub()
+    producer, consumer = (
+        TransferEngine(
+            cache,
+            channel=network.channel(f"memory://{name}"),
+            transports=[MemoryTransport(hub)],
+            settings=Settings(chunk_bytes=64),
+        )
+        for cache, name in zip(caches[:2], "ab", strict=True)
+    )
+    async with producer, consumer, asyncio.timeout(20):
+        offer = producer.offer("t", range(100))
+        offer.start()
+        offer.layer_ready(0)
+        offer.layer_ready(1)
+        fetch = consumer.fetch("t", range(100), sources=[producer.address])
+        rung, changed = [], fetch.changed
+
+        def counted() -> None:
+            rung.append(fetch.bytes_moved)
+            changed()
+
+        fetch.changed = counted  # type: ignore[method-assign]
+        fetch.start()
+        await fetch.wait()
+        await offer.wait()
+        assert fetch.bytes_moved > 64 * 100
+        assert len(rung) <= 3 * LAYOUT.layers
+
+
+@pytest.mark.asyncio
+async def test_a_lease_that_is_extended_concerns_those_who_wait_for_it(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = engines
+    offers = [producer.offer(f"t{number}", [number]) for number in range(20)]
+    fetches = [consumer.fetch(f"t{number}", [number], sources=[producer.address]) for number in range(20)]
+    for handle in (*offers, *fetches):
+        handle.start()
+    mover = core_of(consumer).mover
+    while mover.movements < 20:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    (session,) = core_of(consumer).peers.sessions
+    monkeypatch.setattr(session, "lease_held", 0)  # as after standing still
+    offers[0].layer_ready(0)
+    while not mover._leasing and not fetches[0].bytes_moved:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert [each.part.transfer.tid for each in mover._leasing.get(session, ())] == ["t0"]
+    for offer in offers:
+        offer.layer_ready(1)
+    for offer in offers[1:]:
+        offer.layer_ready(0)
+    for fetch in (*fetches, *offers):
+        await fetch.wait()
+    assert mover._leasing == {}
