@@ -10,6 +10,7 @@ is never held for long.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from array import array
 from collections import deque
@@ -33,6 +34,9 @@ _SLICE = 2 << 20
 #: Bytes that wait for the socket, beside which it still makes sense to send more: enough to keep
 #: the socket busy while the loop comes round.
 _AHEAD = 1 << 20
+#: Bytes of a frame that the kernel gathers before it wakes the loop. Python is slow after each turn
+#: that filled the cache with other bytes, so turns are to be few.
+_WORTH_WAKING = 1 << 20
 #: Memory that unwanted bytes are read to, over and over.
 _SCRATCH = 64 << 10
 #: Forgotten parts that are remembered; data of older ones cuts the link.
@@ -213,6 +217,8 @@ class Receiver(StreamEnd):
         self._vector = Vector(_NOTHING, _NOTHING, after=self._header.buffer_info())
         #: How many bytes of ``_vector`` are the frame's.
         self._payload = 0
+        #: Bytes that the kernel gathers at present before it wakes the loop.
+        self._gathered = 1
         #: Part of a frame that came before anybody expected it, and the timer that ends the wait.
         self._early = b""
         self._early_timer: asyncio.TimerHandle | None = None
@@ -259,22 +265,36 @@ class Receiver(StreamEnd):
                 self._loop.add_reader(self._fd, self._readable)
 
     def _readable(self) -> None:
-        budget = _SLICE
         try:
-            while budget and not self._lost and not self._early:
-                asked = min(budget, self._vector.left)
-                moved = self._io.read(self._fd, self._vector, asked)
-                if not moved:
-                    self._end("the producer closed it, or is dead")
-                    return
-                budget -= moved
-                self._advance()
-                if moved < asked:  # most likely there is no more, and if there is the loop will say
-                    return
-        except (BlockingIOError, InterruptedError):
-            return
+            with contextlib.suppress(BlockingIOError, InterruptedError):
+                self._read()
         except OSError as error:
             self._end(f"the connection broke: {error}")
+        if not self._lost:
+            self._gather()
+
+    def _read(self) -> None:
+        """Take what the socket has, and at most a slice."""
+        budget = _SLICE
+        while budget and not self._lost and not self._early:
+            asked = min(budget, self._vector.left)
+            moved = self._io.read(self._fd, self._vector, asked)
+            if not moved:
+                self._end("the producer closed it, or is dead")
+                return
+            budget -= moved
+            self._advance()
+            if moved < asked:  # most likely there is no more, and if there is the loop will say
+                return
+
+    def _gather(self) -> None:
+        """Tell the kernel for how many bytes to wake the loop: never for more than surely come."""
+        left = self._payload - self._vector.done + self._to_drain
+        wanted = _WORTH_WAKING if left >= _WORTH_WAKING else 1
+        if wanted != self._gathered:
+            self._gathered = wanted
+            with contextlib.suppress(OSError):
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def _advance(self) -> None:
         """Some bytes came to where ``_vector`` said."""
