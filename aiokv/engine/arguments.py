@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import cast
+from typing import SupportsIndex, cast
 
 import numpy as np
 
@@ -12,13 +13,25 @@ from aiokv.proto.layout import CacheLayout
 from aiokv.proto.plan import GroupBlocks
 from aiokv.proto.settings import SECOND
 
-__all__ = ["BlockIds", "block_lists", "checked_id", "room_of", "seconds"]
+__all__ = [
+    "BlockIds",
+    "block_lists",
+    "checked_addresses",
+    "checked_id",
+    "checked_trace",
+    "room_of",
+    "seconds",
+    "whole",
+]
 
 #: Block ids of one transfer: a list where the cache has one group, else a list for each group.
 BlockIds = Sequence[int] | Sequence[Sequence[int]]
 
 #: Block ids that one transfer can list: a message has to fit in a control frame.
 _MOST_BLOCKS = 200_000
+
+#: Numbers in messages are less than this.
+_MOST = 2**48
 
 #: The longest deadline, in seconds.
 _DAY = 86_400
@@ -39,9 +52,11 @@ def block_lists(blocks: BlockIds, layout: CacheLayout) -> tuple[GroupBlocks, ...
     found = []
     for ids in lists:
         array = np.asarray(ids)
+        if array.ndim != 1:
+            raise InvalidBlocks(f"block ids come as a list for each group, not as {ids!r}")
         if array.size and array.dtype.kind not in "iu":
             raise InvalidBlocks(f"block ids are integers, not {array.dtype}")
-        found.append(GroupBlocks(start=0, ids=array.astype(np.int64).reshape(-1)))
+        found.append(GroupBlocks(start=0, ids=array.astype(np.int64)))
     if sum(listed.ids.size for listed in found) > _MOST_BLOCKS:
         raise CapacityError(f"a transfer lists at most {_MOST_BLOCKS} blocks")
     return tuple(found)
@@ -57,11 +72,47 @@ def room_of(blocks: Sequence[GroupBlocks], layout: CacheLayout) -> int:
     return min(rooms, default=1)
 
 
+def whole(value: SupportsIndex, what: str, least: int = 0) -> int:
+    """An integer that a message can carry, as Python's own."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if not least <= number < _MOST:
+        raise ValueError(f"{what} is an integer of at least {least} and less than 2**48, not {value!r}")
+    return number
+
+
 def checked_id(tid: str) -> str:
     """The transfer id, if it can be one."""
-    if not isinstance(tid, str) or not 0 < len(tid) <= 256:
+    if not isinstance(tid, str) or not 0 < len(tid) <= 256 or not _encodes(tid):
         raise ValueError(f"a transfer id is a string of 1 to 256 characters, not {tid!r}")
     return tid
+
+
+def checked_trace(trace: str) -> str:
+    """The trace context, if a message can carry it."""
+    if not isinstance(trace, str) or len(trace) > 64 or not _encodes(trace):
+        raise ValueError(f"a trace context is a string of at most 64 characters, not {trace!r}")
+    return trace
+
+
+def checked_addresses(given: Sequence[str], what: str) -> list[str]:
+    """Addresses, each named once."""
+    if isinstance(given, str):  # a sequence, too, but of characters
+        raise ValueError(f"{what} is a list of addresses, not the one address {given!r}")  # noqa: TRY004
+    if len(set(given)) != len(given):
+        raise ValueError(f"{what} must name each engine once: {list(given)}")
+    return list(given)
+
+
+def _encodes(text: str) -> bool:
+    """Whether there is UTF-8 for it: for half of a surrogate pair there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def seconds(deadline: float) -> int:

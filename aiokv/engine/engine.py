@@ -16,7 +16,16 @@ from typing import Self
 
 from aiokv.control.base import Channel
 from aiokv.device.cache import KVCache
-from aiokv.engine.arguments import BlockIds, block_lists, checked_id, room_of, seconds
+from aiokv.engine.arguments import (
+    BlockIds,
+    block_lists,
+    checked_addresses,
+    checked_id,
+    checked_trace,
+    room_of,
+    seconds,
+    whole,
+)
 from aiokv.engine.bell import Bell
 from aiokv.engine.choices import channel_at, host_of, transports_named
 from aiokv.engine.core import Core
@@ -234,22 +243,28 @@ class TransferEngine:
         core = self._check_open()
         listed = block_lists(blocks, core.layout)
         room = room_of(listed, core.layout)
-        tokens = room if tokens is None else tokens
+        tokens = room if tokens is None else whole(tokens, "tokens")
         if not 0 < tokens <= room:
             raise InvalidBlocks(f"{tokens} tokens don't fit blocks with room for {room}")
-        readers = max(1, len(to)) if readers is None else readers
-        if readers < max(1, len(to)):
-            raise ValueError(f"{readers} readers, but {len(to)} engines are named")
-        lasts, addresses = seconds(deadline), list(to)
+        addresses = checked_addresses(to, "to")
+        readers = max(1, len(addresses)) if readers is None else whole(readers, "readers")
+        if readers < max(1, len(addresses)):
+            raise ValueError(f"{readers} readers, but {len(addresses)} engines are named")
+        lasts = seconds(deadline)
         offering = Offering(
-            tid=checked_id(tid), attempt=attempt, deadline=0, blocks=listed, trace=trace, tokens=tokens
+            tid=checked_id(tid),
+            attempt=whole(attempt, "attempt"),
+            deadline=0,
+            blocks=listed,
+            trace=checked_trace(trace),
+            tokens=tokens,
         )
 
         def begin() -> None:
             self._check_open()
             offering.deadline = self._clock() + lasts
-            named: list[Session | None] = [core.peers.session(address) for address in addresses]
-            core.begin_offer(offer, offering, named + [None] * (readers - len(named)))
+            named = _sessions(core, addresses)
+            core.begin_offer(offer, offering, [*named, *[None] * (readers - len(named))])
 
         offer = Offer(core, offering, begin)
         return offer
@@ -297,21 +312,21 @@ class TransferEngine:
         core = self._check_open()
         listed = block_lists(blocks, core.layout)
         room = room_of(listed, core.layout)
-        if not 0 <= first_token <= (room if tokens is None else tokens) <= room:
-            raise InvalidBlocks(f"tokens {first_token}..{tokens} don't fit blocks with room for {room}")
-        if sources is not None and (not sources or len(set(sources)) != len(sources)):
-            raise ValueError(f"sources must name each producer once: {list(sources)}")
-        if parts < 1:
-            raise ValueError("a fetch has at least one part")
-        lasts, addresses = seconds(deadline), list(sources or ())
+        first, last = whole(first_token, "first_token"), None if tokens is None else whole(tokens, "tokens")
+        if not first <= (room if last is None else last) <= room:
+            raise InvalidBlocks(f"tokens {first}..{last} don't fit blocks with room for {room}")
+        addresses = checked_addresses(sources or (), "sources")
+        if sources is not None and not addresses:
+            raise ValueError("sources names no engine; None waits for whoever offers")
+        parts, lasts = whole(parts, "parts", 1), seconds(deadline)
         fetching = Fetching(
             tid=checked_id(tid),
-            attempt=attempt,
+            attempt=whole(attempt, "attempt"),
             deadline=0,
             blocks=listed,
-            trace=trace,
-            first_token=first_token,
-            tokens=-1 if tokens is None else tokens,
+            trace=checked_trace(trace),
+            first_token=first,
+            tokens=-1 if last is None else last,
             capacity=room,
             priority=priority,
         )
@@ -319,7 +334,7 @@ class TransferEngine:
         def begin() -> None:
             self._check_open()
             fetching.deadline = self._clock() + lasts
-            core.begin_fetch(fetch, fetching, [core.peers.session(each) for each in addresses], parts)
+            core.begin_fetch(fetch, fetching, _sessions(core, addresses), parts)
 
         fetch = Fetch(core, fetching, begin, self.cache.device.adopt(stream))
         return fetch
@@ -333,6 +348,14 @@ class TransferEngine:
         if self._core is None:
             raise ClosedError("the engine was not entered yet")
         return self._core.statistics()
+
+
+def _sessions(core: Core, addresses: Sequence[str]) -> list[Session]:
+    """The sessions with the engines at some addresses; raises ValueError where two are one engine's."""
+    found = [core.peers.session(address) for address in addresses]
+    if len(set(found)) != len(found):
+        raise ValueError(f"two of these addresses are one engine's: {', '.join(addresses)}")
+    return found
 
 
 def _unread(session: Session) -> bool:

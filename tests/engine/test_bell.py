@@ -1,0 +1,1 @@
+"""The bell: wakes all who wait, and carries nothing."""

@@ -1,0 +1,1 @@
+"""The pieces of an engine by name or address."""
