@@ -308,6 +308,7 @@ class Core:
             case ActionKind.STOP:
                 peer = self.peers.peer_of(part.session) if part.session is not None else None
                 self.mover.stop(part, peer.link if peer is not None else None)
+                self._handles[part.transfer].changed()  # who waits for a layer waits in vain
             case ActionKind.CUT:
                 self.mover.cut(part)
             case ActionKind.QUARANTINE:
