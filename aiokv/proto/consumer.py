@@ -124,9 +124,9 @@ class Consumer:
         key = (offer.tid, offer.attempt)
         fetching = self._ledger.transfers.get((key, "consumer"))
         if fetching is None:
-            outcome = self._ledger.tombstones.find(key, "consumer", now)
-            if outcome is not None:
-                self._refuse(session, offer, "ended", f"the fetch {outcome}")
+            stone = self._ledger.tombstones.find(key, "consumer", now)
+            if stone is not None:
+                self._refuse(session, offer, stone.reason, f"the fetch {stone.text}")
             elif reason := self._waiting.park(session, offer, "producer", deadline):
                 self._refuse(session, offer, reason, "the offer may not wait here for its fetch")
             return
@@ -171,6 +171,8 @@ class Consumer:
     def _more(self, part: Part, ready: bytes) -> None:
         new = int.from_bytes(ready, "little") & ~part.ready & self._everything
         if new:
+            if not part.one_sided and part.session is not None:
+                raise RemoteProtocolError(f"{part.session.address} announced layers that it has to send")
             part.ready |= new
             part.life.on(Event.MOVE)
             self._ledger.act(ActionKind.MOVE, part, new)

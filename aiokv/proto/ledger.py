@@ -19,16 +19,19 @@ from aiokv.errors import (
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Abort, Aborted, Landed, Role
 from aiokv.proto.parts import Event, State
-from aiokv.proto.session import Phase, Session
+from aiokv.proto.session import Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.timers import Timers
 from aiokv.proto.transfers import Action, ActionKind, Key, Part, Transfer
-from aiokv.proto.waiting import Tombstones
+from aiokv.proto.waiting import Tombstone, Tombstones
 
 __all__ = ["Ledger"]
 
 #: Text of a message that a peer gets, at most; the same bound is checked on receipt.
 _TEXT = 2048
+
+#: Why a part is given up that went well itself; it doesn't pass that on.
+_SIBLING = "sibling"
 
 
 class Ledger:
@@ -48,6 +51,7 @@ class Ledger:
         self.transfers: dict[tuple[Key, Role], Transfer] = {}
         #: Parts that have a session and have not ended.
         self.parts: dict[tuple[Session, str, int, Role], Part] = {}
+        self._by_session: dict[Session, dict[Part, None]] = {}
         self.tombstones = Tombstones(settings.tombstone_ns, settings.tombstones)
         self._timers: Timers[Part] = Timers(lambda part: part.ended)
 
@@ -62,8 +66,10 @@ class Ledger:
         verb = "offered" if role == "producer" else "fetched"
         if (transfer.key, role) in self.transfers:
             raise BusyError(f"transfer {transfer} is being {verb} already")
-        if (outcome := self.tombstones.find(transfer.key, role, now)) is not None:
-            raise BusyError(f"transfer {transfer} was {verb} before and {outcome}; use a new attempt number")
+        if (stone := self.tombstones.find(transfer.key, role, now)) is not None:
+            raise BusyError(
+                f"transfer {transfer} was {verb} before and {stone.text}; use a new attempt number"
+            )
         self.transfers[transfer.key, role] = transfer
 
     def add_part(self, transfer: Transfer, role: Role, session: Session | None, now: int) -> Part:
@@ -80,11 +86,16 @@ class Ledger:
         """It is known now who is at the other end."""
         part.session = session
         self.parts[session, *part.transfer.key, part.role] = part
+        self._by_session.setdefault(session, {})[part] = None
         session.add_live(now)
 
     def find(self, session: Session, key: Key, role: Role) -> Part | None:
         """The part of this engine, in this role, that a message of a session means."""
         return self.parts.get((session, *key, role))
+
+    def parts_of(self, session: Session) -> list[Part]:
+        """Parts that have not ended and go over this session."""
+        return list(self._by_session.get(session, ()))
 
     def shorten(self, part: Part, deadline: int) -> None:
         """The other side's deadline is known; the earlier one holds."""
@@ -119,14 +130,13 @@ class Ledger:
         if error is not None and transfer.error is None:
             transfer.error = error
         if event is not Event.DONE and not part.abort_known and session is not None:
-            if session.phase is Phase.UP:
-                session.send(Abort(*transfer.key, part.role, reason, str(error)[:_TEXT]))
+            session.send(Abort(*transfer.key, part.role, reason, str(error)[:_TEXT]))
             part.abort_known = True
         if after is not State.DRAINING:
             self._end(part)
         else:
             self._drain(part, before, event)
-        if event is not Event.DONE and part.role == "consumer":
+        if event is not Event.DONE and part.role == "consumer" and reason != _SIBLING:
             self._abort_siblings(part)
 
     def _drain(self, part: Part, before: State, event: Event) -> None:
@@ -146,7 +156,7 @@ class Ledger:
         for sibling in part.transfer.parts:
             if sibling is not part and not sibling.ended:
                 error = TransferAborted(f"transfer {part.transfer}: another part failed: {part.life.error}")
-                self.settle(sibling, Event.ABORT, error, "sibling")
+                self.settle(sibling, Event.ABORT, error, _SIBLING)
 
     def quiet(self, part: Part) -> None:
         """Nothing in flight on this side, or by the peer, can touch the part's blocks any more."""
@@ -165,6 +175,10 @@ class Ledger:
         transfer, session = part.transfer, part.session
         if session is not None:
             self.parts.pop((session, *transfer.key, part.role), None)
+            others = self._by_session[session]
+            del others[part]
+            if not others:
+                del self._by_session[session]
             session.remove_live()
             if part.state is not State.LANDED:
                 session.send(Aborted(*transfer.key, part.role))
@@ -174,9 +188,7 @@ class Ledger:
         if all(each.ended for each in transfer.parts) and not transfer.resolved:
             transfer.resolved = True
             self.transfers.pop((transfer.key, part.role), None)
-            outcome = "landed" if transfer.error is None else f"ended: {transfer.error}"
-            deadline = max(each.deadline for each in transfer.parts)
-            self.tombstones.bury(transfer.key, part.role, outcome, deadline)
+            self.tombstones.bury(transfer.key, part.role, _tombstone(transfer))
             self.act(ActionKind.RESOLVED, part)
 
     def lost(self, session: Session, error: AiokvError, *, certain: bool) -> None:
@@ -187,7 +199,7 @@ class Ledger:
             error: Why.
             certain: The peer's process, or its way to our memory, is gone too.
         """
-        for part in [each for each in self.parts.values() if each.session is session]:
+        for part in self.parts_of(session):
             kind = type(error) if isinstance(error, Refused) else PeerLostError
             failure = kind(f"transfer {part.transfer}: {error}")
             if certain:
@@ -264,3 +276,17 @@ class Ledger:
                 return f"settled as {outcome}, waiting until it is quiet, {who} at the other end"
             case _:
                 return f"{part.state.value}, {who} at the other end"
+
+
+def _tombstone(transfer: Transfer) -> Tombstone:
+    deadline = max(part.deadline for part in transfer.parts)
+    match transfer.error:
+        case None:
+            return Tombstone("ended", "landed", deadline)
+        case TransferAborted():
+            reason = "aborted"
+        case DeadlineExceeded():
+            reason = "deadline"
+        case _:
+            reason = "failed"
+    return Tombstone(reason, f"ended: {transfer.error}", deadline)

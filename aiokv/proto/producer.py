@@ -111,9 +111,9 @@ class Producer:
         key = (grant.tid, grant.attempt)
         offering = self._ledger.transfers.get((key, "producer"))
         if not isinstance(offering, Offering):
-            outcome = self._ledger.tombstones.find(key, "producer", now)
-            if outcome is not None:
-                self._refuse(session, grant, "ended", f"the offer {outcome}")
+            stone = self._ledger.tombstones.find(key, "producer", now)
+            if stone is not None:
+                self._refuse(session, grant, stone.reason, f"the offer {stone.text}")
             elif reason := self._waiting.park(session, grant, "consumer", deadline):
                 self._refuse(session, grant, reason, "the grant may not wait here for its offer")
             return

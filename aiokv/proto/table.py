@@ -38,14 +38,19 @@ from aiokv.proto.parts import Event, State
 from aiokv.proto.producer import Producer
 from aiokv.proto.session import Session
 from aiokv.proto.settings import Settings
-from aiokv.proto.transfers import Action, Part, Transfer, other_role
+from aiokv.proto.transfers import Action, Key, Part, Transfer, other_role
 from aiokv.proto.waiting import Waiting
 
 __all__ = ["Table"]
 
 #: Reasons that a peer gives, and the errors that they become here where there is one more fitting.
 _KINDS: Mapping[str, type[AiokvError]] = MappingProxyType(
-    {"layout": LayoutMismatch, "capacity": CapacityError, "deadline": DeadlineExceeded}
+    {
+        "layout": LayoutMismatch,
+        "capacity": CapacityError,
+        "deadline": DeadlineExceeded,
+        "aborted": TransferAborted,
+    }
 )
 
 
@@ -70,7 +75,7 @@ class Table:
 
     def parts_of(self, session: Session) -> list[Part]:
         """Parts that have not ended and go over this session."""
-        return [part for part in self.ledger.parts.values() if part.session is session]
+        return self.ledger.parts_of(session)
 
     def count(self, role: Role) -> int:
         """Transfers going on in a role."""
@@ -105,7 +110,7 @@ class Table:
             case Refuse():
                 self._on_refuse(session, message)
             case Abort():
-                self._on_abort(session, message)
+                self._on_abort(session, message, now)
             case Aborted():
                 self._on_aborted(session, message)
             case _:
@@ -119,10 +124,12 @@ class Table:
         part.abort_known = True
         self.ledger.settle(part, Event.FAIL, _KINDS.get(refuse.reason, Refused)(text))
 
-    def _on_abort(self, session: Session, abort: Abort) -> None:
+    def _on_abort(self, session: Session, abort: Abort, now: int) -> None:
         key, mine = (abort.tid, abort.attempt), other_role(abort.role)
         self.waiting.withdraw(session, key, abort.role)
         part = self.ledger.find(session, key, mine)
+        if part is None and abort.reason != "layout":  # whose cache doesn't fit is not who it waits for
+            part = self._unclaimed(session, key, mine, now)
         if part is None:
             session.send(Aborted(*key, mine))  # always answered, also for what isn't known
             return
@@ -133,6 +140,19 @@ class Table:
         text = f"transfer {part.transfer}: given up by the {abort.role} at {session.address}: {abort.text}"
         part.abort_known = True
         self.ledger.settle(part, Event.ABORT, _KINDS.get(abort.reason, TransferAborted)(text))
+
+    def _unclaimed(self, session: Session, key: Key, mine: Role, now: int) -> Part | None:
+        """The part of who gave up before it could say that it takes part: nobody else will come for it."""
+        transfer = self.ledger.transfers.get((key, mine))
+        if transfer is None:
+            return None
+        known = [part.session for part in transfer.parts if part.session is not None]
+        if any(each.incarnation == session.incarnation for each in known):
+            return None  # it had its part
+        part = next((part for part in transfer.parts if part.session is None and not part.ended), None)
+        if part is not None:
+            self.ledger.bind(part, session, now)
+        return part
 
     def _on_aborted(self, session: Session, aborted: Aborted) -> None:
         part = self.ledger.find(session, (aborted.tid, aborted.attempt), other_role(aborted.role))

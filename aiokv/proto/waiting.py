@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from aiokv.proto.messages import Grant, Offer, Role
 from aiokv.proto.session import Session
 from aiokv.proto.timers import Timers
 from aiokv.proto.transfers import Key
 
-__all__ = ["Parked", "Tombstones", "Waiting"]
+__all__ = ["Parked", "Tombstone", "Tombstones", "Waiting"]
 
 
 @dataclass(slots=True, eq=False)
@@ -115,6 +116,17 @@ class Waiting:
             self._parked.pop((key, sender), None)
 
 
+class Tombstone(NamedTuple):
+    """What became of one transfer."""
+
+    #: For the peer that comes too late: ``ended`` (well), ``aborted``, ``deadline`` or ``failed``.
+    reason: str
+    #: The same in words, behind "it".
+    text: str
+    #: When it would have been over at the latest (ns).
+    deadline: int
+
+
 class Tombstones:
     """What became of transfers that are over, for a while.
 
@@ -126,26 +138,25 @@ class Tombstones:
     def __init__(self, keep_ns: int, most: int) -> None:
         self._keep_ns = keep_ns
         self._most = most
-        self._stones: OrderedDict[tuple[Key, Role], tuple[str, int]] = OrderedDict()
+        self._stones: OrderedDict[tuple[Key, Role], Tombstone] = OrderedDict()
 
     def __len__(self) -> int:
         """Transfers remembered."""
         return len(self._stones)
 
-    def bury(self, key: Key, role: Role, outcome: str, deadline: int) -> None:
+    def bury(self, key: Key, role: Role, stone: Tombstone) -> None:
         """A transfer is over."""
-        self._stones[key, role] = (outcome, deadline)
+        self._stones[key, role] = stone
         while len(self._stones) > self._most:
             self._stones.popitem(last=False)
 
-    def find(self, key: Key, role: Role, now: int) -> str | None:
+    def find(self, key: Key, role: Role, now: int) -> Tombstone | None:
         """What became of a transfer; None if nothing is known of it."""
         # Forgetting needs no timer: what is too old goes when somebody asks. Deadlines differ, so
         # the order is only nearly that of age, and some are remembered longer than need be.
         while self._stones:
             first = next(iter(self._stones))
-            if self._stones[first][1] + self._keep_ns > now:
+            if self._stones[first].deadline + self._keep_ns > now:
                 break
             del self._stones[first]
-        stone = self._stones.get((key, role))
-        return stone[0] if stone else None
+        return self._stones.get((key, role))

@@ -338,7 +338,8 @@ def test_an_offer_to_a_fetch_that_ended_is_refused_and_told_how(net: Net, a: Mem
     offer = a.offer("t", to=[b])
     net.run()
     assert offer.resolved
-    assert "refused (ended): the fetch ended: changed my mind" in str(offer.error)
+    assert isinstance(offer.error, TransferAborted)
+    assert "refused (aborted): the fetch ended: changed my mind" in str(offer.error)
 
 
 def test_several_producers_may_push_to_one_fetch(net: Net, b: Member) -> None:

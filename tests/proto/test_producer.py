@@ -189,7 +189,7 @@ def test_what_has_ended_is_refused_and_told_how(net: Net, a: Member, session: Se
     offer = a.offer("t")
     a.abort(offer, Refused("changed my mind"))
     says(net, a, session, grant())
-    assert refusals(a) == [("ended", "the offer ended: changed my mind")]
+    assert refusals(a) == [("failed", "the offer ended: changed my mind")]
 
 
 def test_the_consumer_gets_an_error_of_the_kind_of_the_refusal(net: Net, a: Member, b: Member) -> None:

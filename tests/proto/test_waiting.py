@@ -8,7 +8,7 @@ from aiokv.proto.layout import CacheLayout, Placement
 from aiokv.proto.messages import Grant, Hello, Offer
 from aiokv.proto.session import Identity, Session
 from aiokv.proto.settings import SECOND, Settings
-from aiokv.proto.waiting import Tombstones, Waiting
+from aiokv.proto.waiting import Tombstone, Tombstones, Waiting
 
 LAYOUT = CacheLayout.attention(layers=1, blocks=1, block_size=1, heads=1, head_size=1, dtype="uint8")
 HELLO = Hello((1, 1), "memory://me", LAYOUT, Placement.dense(LAYOUT), {})
@@ -127,8 +127,9 @@ def test_a_withdrawn_request_may_come_again(waiting: Waiting) -> None:
 
 def test_an_ended_transfer_is_remembered_by_id_attempt_and_role() -> None:
     stones = Tombstones(keep_ns=10 * SECOND, most=10)
-    stones.bury(KEY, "producer", "landed", SECOND)
-    assert stones.find(KEY, "producer", 0) == "landed"
+    stone = Tombstone("ended", "landed", SECOND)
+    stones.bury(KEY, "producer", stone)
+    assert stones.find(KEY, "producer", 0) is stone
     assert stones.find(KEY, "consumer", 0) is None
     assert stones.find(("t", 1), "producer", 0) is None
     assert len(stones) == 1
@@ -136,8 +137,9 @@ def test_an_ended_transfer_is_remembered_by_id_attempt_and_role() -> None:
 
 def test_a_tombstone_lasts_beyond_the_deadline_and_no_longer() -> None:
     stones = Tombstones(keep_ns=10 * SECOND, most=10)
-    stones.bury(KEY, "producer", "landed", 5 * SECOND)
-    assert stones.find(KEY, "producer", 15 * SECOND - 1) == "landed"
+    stone = Tombstone("ended", "landed", 5 * SECOND)
+    stones.bury(KEY, "producer", stone)
+    assert stones.find(KEY, "producer", 15 * SECOND - 1) is stone
     assert stones.find(KEY, "producer", 15 * SECOND) is None
     assert len(stones) == 0
 
@@ -145,5 +147,6 @@ def test_a_tombstone_lasts_beyond_the_deadline_and_no_longer() -> None:
 def test_the_oldest_tombstone_gives_way() -> None:
     stones = Tombstones(keep_ns=SECOND, most=2)
     for number in range(4):
-        stones.bury((f"t{number}", 0), "consumer", "landed", 0)
-    assert [stones.find((f"t{n}", 0), "consumer", 0) for n in range(4)] == [None, None, "landed", "landed"]
+        stones.bury((f"t{number}", 0), "consumer", Tombstone("ended", "landed", number))
+    found = [stones.find((f"t{n}", 0), "consumer", 0) for n in range(4)]
+    assert [stone and stone.deadline for stone in found] == [None, None, 2, 3]
