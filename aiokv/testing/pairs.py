@@ -45,6 +45,7 @@ __all__ = [
     "kv_of",
     "settle",
     "transfer",
+    "unharmed",
     "virtual_time",
 ]
 
@@ -222,6 +223,22 @@ async def connected_pair(
         yield first, second
         if check:
             check_idle(first, second)
+
+
+@asynccontextmanager
+async def unharmed(
+    layout: CacheLayout = LAYOUT, *, settings: Settings | None = None
+) -> AsyncIterator[tuple[TransferEngine, TransferEngine]]:
+    """A pair, joined by memory, that at the end has to be as good as new, whatever was done to it.
+
+    Raises:
+        AssertionError: Something is left of what was done, or the next transfer goes wrong.
+    """
+    async with connected_pair(layout, settings=settings) as (producer, consumer):
+        yield producer, consumer
+        await settle(producer, consumer)
+        check_idle(producer, consumer)
+        await transfer(producer, consumer, "afterwards")
 
 
 async def transfer(
