@@ -45,7 +45,7 @@ def block_lists(blocks: BlockIds, layout: CacheLayout) -> tuple[GroupBlocks, ...
         CapacityError: More blocks than one transfer can list.
     """
     groups = len(layout.groups)
-    nested = len(blocks) > 0 and not isinstance(blocks[0], int | np.integer)
+    nested = len(blocks) > 0 and _listed(blocks[0])
     lists = list(cast("Sequence[Sequence[int]]", blocks)) if nested or groups > 1 else [blocks]
     if len(lists) != groups:
         raise InvalidBlocks(f"block lists for {len(lists)} groups, the cache has {groups}")
@@ -60,6 +60,12 @@ def block_lists(blocks: BlockIds, layout: CacheLayout) -> tuple[GroupBlocks, ...
     if sum(listed.ids.size for listed in found) > _MOST_BLOCKS:
         raise CapacityError(f"a transfer lists at most {_MOST_BLOCKS} blocks")
     return tuple(found)
+
+
+def _listed(entry: object) -> bool:
+    """Whether an entry of a list is a list itself, or an array or tensor that is more than a number."""
+    dimensions: int = getattr(entry, "ndim", int(isinstance(entry, Sequence) and not isinstance(entry, str)))
+    return dimensions > 0
 
 
 def room_of(blocks: Sequence[GroupBlocks], layout: CacheLayout) -> int:
