@@ -51,7 +51,10 @@ def block_lists(blocks: BlockIds, layout: CacheLayout) -> tuple[GroupBlocks, ...
         raise InvalidBlocks(f"block lists for {len(lists)} groups, the cache has {groups}")
     found = []
     for ids in lists:
-        array = np.asarray(ids)
+        try:
+            array = np.asarray(ids)
+        except ValueError:  # lists within it, of different lengths
+            array = np.empty(())
         if array.ndim != 1:
             raise InvalidBlocks(f"block ids come as a list for each group, not as {ids!r}")
         if array.size and array.dtype.kind not in "iu":
