@@ -49,6 +49,7 @@ _KINDS: Mapping[str, type[AiokvError]] = MappingProxyType(
         "layout": LayoutMismatch,
         "capacity": CapacityError,
         "deadline": DeadlineExceeded,
+        "unknown": DeadlineExceeded,  # the other half did not come in time
         "aborted": TransferAborted,
     }
 )
