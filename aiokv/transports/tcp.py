@@ -20,7 +20,9 @@ import msgspec
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.handshake import Listener, greet, new_token
-from aiokv.transports.stream import Receiver, Sender, StreamEnd
+from aiokv.transports.receiver import Receiver
+from aiokv.transports.sender import Sender
+from aiokv.transports.stream import StreamEnd
 from aiokv.transports.vectors import VectorIO
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from aiokv.proto.layout import CacheLayout
 from aiokv.proto.settings import SECOND, Settings
 from aiokv.testing.channel import FaultyNetwork
 from aiokv.transports.base import Link, PeerInfo, Transport
-from aiokv.transports.stream import Receiver
+from aiokv.transports.receiver import Receiver
 from aiokv.transports.tcp import TcpTransport
 
 LAYOUT = CacheLayout.attention(layers=2, blocks=8, block_size=64, heads=16, head_size=256, dtype="float32")

@@ -13,7 +13,7 @@ from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.plan import Chunk
 from aiokv.testing.transport_kit import PATIENCE_S, Kit, Path, bytes_of
-from aiokv.transports import stream
+from aiokv.transports import receiver
 from aiokv.transports.base import PeerInfo, Transport
 from aiokv.transports.frames import pack, tag_of
 from aiokv.transports.tcp import TcpTransport
@@ -199,7 +199,7 @@ async def test_a_forgotten_part_is_drained_whatever_its_length(seed: int) -> Non
         part.expect()
         path.end.forget(part.id)
         loop = asyncio.get_running_loop()
-        for nbytes in (0, 1, stream._SCRATCH, 16 * stream._SCRATCH, 40 * stream._SCRATCH + 1):
+        for nbytes in (0, 1, receiver._SCRATCH, 16 * receiver._SCRATCH, 40 * receiver._SCRATCH + 1):
             header = pack(tag_of(part.id), Chunk(9, 9, 9, 9, nbytes))
             await loop.sock_sendall(path.producer_end._sock, header + bytes(nbytes))
         other = path.part(kit, 2)
@@ -227,6 +227,29 @@ async def test_bytes_may_come_in_any_portions(size: int, seed: int) -> None:
             path.end._readable()
         await part.until(2 * chunk.nbytes)
         assert part.landed == {0: chunk.nbytes, 1: chunk.nbytes}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_a_large_frame_may_trickle(given_up: bool, seed: int) -> None:
+    """The kernel gathers bytes before it wakes the loop, but never more than the frame still has."""
+    async with TcpKit(seed) as kit:
+        path = await a_path(kit)
+        part, other = path.part(kit, 1, tokens=900), path.part(kit, 2)
+        part.expect()
+        other.expect()
+        chunk = part.chunks(2 << 20)[0]
+        assert chunk.nbytes > receiver._WORTH_WAKING
+        loop, sock = asyncio.get_running_loop(), path.producer_end._sock
+        await loop.sock_sendall(sock, pack(tag_of(part.id), chunk))
+        for at in range(0, chunk.nbytes, 100_000):
+            await loop.sock_sendall(sock, bytes(min(100_000, chunk.nbytes - at)))
+            if given_up and at == 500_000:
+                path.end.forget(part.id)
+            await asyncio.sleep(0)
+        await other.move(kit, other.chunks(2 << 20)[0])
+        await other.until(1)
+        assert part.arrived == (0 if given_up else chunk.nbytes)
 
 
 @pytest.mark.asyncio
@@ -277,7 +300,7 @@ async def test_what_is_called_back_may_call(what: str, seed: int) -> None:
 async def test_only_so_many_forgotten_parts_are_remembered(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(stream, "_FORGOTTEN", 3)
+    monkeypatch.setattr(receiver, "_FORGOTTEN", 3)
     async with TcpKit(seed) as kit:
         path = await a_path(kit)
         for number in range(10):
