@@ -216,7 +216,7 @@ class Peers:
             self._tell_reset(session, "internal", "a message could not be taken")
             self.end(session, PeerLostError(f"a message of {session.address} could not be taken: {error!r}"))
             raise
-        if session.lease_held > held:
+        if session.lease_held > max(held, now):  # what is over already helps nobody
             self._lease(session)
         if session.farewell:
             self.end(session, PeerLostError(f"{session.address} closed"))

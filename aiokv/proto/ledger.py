@@ -30,9 +30,6 @@ __all__ = ["Ledger"]
 #: Text of a message that a peer gets, at most; the same bound is checked on receipt.
 _TEXT = 2048
 
-#: Why a part is given up that went well itself; it doesn't pass that on.
-_SIBLING = "sibling"
-
 
 class Ledger:
     """All transfers and parts of one engine.
@@ -122,10 +119,21 @@ class Ledger:
             error: Why, unless DONE.
             reason: The same in one word, for the other side.
         """
-        before = part.state
-        if part.ended or before is State.DRAINING:
+        if part.ended or part.state is State.DRAINING:
             return
-        after = part.life.on(event, error)
+        self._settle(part, event, error, reason)
+        if event is Event.DONE or part.role == "producer":
+            return
+        # A fetch that lacks one part is worth nothing; its other parts need not go on. Whose offer
+        # does not fit is told that, since it may fit another.
+        reason = reason if reason == "layout" else "sibling"
+        for sibling in part.transfer.parts:
+            if not sibling.ended and sibling.state is not State.DRAINING:
+                text = f"transfer {part.transfer}: another part failed: {part.life.error}"
+                self._settle(sibling, Event.ABORT, TransferAborted(text), reason)
+
+    def _settle(self, part: Part, event: Event, error: AiokvError | None, reason: str) -> None:
+        before, after = part.state, part.life.on(event, error)
         transfer, session = part.transfer, part.session
         if error is not None and transfer.error is None:
             transfer.error = error
@@ -136,8 +144,6 @@ class Ledger:
             self._end(part)
         else:
             self._drain(part, before, event)
-        if event is not Event.DONE and part.role == "consumer" and reason != _SIBLING:
-            self._abort_siblings(part)
 
     def _drain(self, part: Part, before: State, event: Event) -> None:
         """Wait for whatever is in flight; who waits for what depends on who touches our blocks."""
@@ -150,13 +156,6 @@ class Ledger:
             part.quiet_at = part.session.lease_given
         else:
             self.act(ActionKind.STOP, part)
-
-    def _abort_siblings(self, part: Part) -> None:
-        """A fetch that lacks one part is worth nothing; its other parts need not go on."""
-        for sibling in part.transfer.parts:
-            if sibling is not part and not sibling.ended:
-                error = TransferAborted(f"transfer {part.transfer}: another part failed: {part.life.error}")
-                self.settle(sibling, Event.ABORT, error, _SIBLING)
 
     def quiet(self, part: Part) -> None:
         """Nothing in flight on this side, or by the peer, can touch the part's blocks any more."""

@@ -41,6 +41,9 @@ _BODY_LIMIT = 900_000
 #: A peer that seems dead gets this long for its input to be read before the verdict.
 _GRACE_NS = 20_000_000
 
+#: What two processes' looks at one clock may differ by.
+_CLOCKS_NS = 1_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -256,9 +259,10 @@ class Session:
         """Consumer: the peer confirmed its promise.
 
         Raises:
-            RemoteProtocolError: No lease can be that long; the two clocks differ.
+            RemoteProtocolError: It ends later than if it were given now: the two clocks differ, as those
+                of two time namespaces do.
         """
-        if until > now + 4 * self._settings.lease_ns:
+        if until > now + self._settings.lease_ns + _CLOCKS_NS:
             raise RemoteProtocolError(
                 f"{self.address} gave a lease that ends in {(until - now) / 1e9:.1f} s: its clock is not ours"
             )

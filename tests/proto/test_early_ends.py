@@ -1,0 +1,150 @@
+"""Ends before the sides have met, of many parts at once, and by a peer that says what it must not."""
+
+from __future__ import annotations
+
+import pytest
+
+from aiokv.errors import RemoteProtocolError, TransferAborted
+from aiokv.proto.messages import Accept, Pong, Ready
+from aiokv.proto.parts import State
+from aiokv.proto.settings import Settings
+from aiokv.testing.tables import Member, Net
+
+SETTINGS = Settings()
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net()
+
+
+@pytest.fixture
+def a(net: Net) -> Member:
+    return net.add("a")
+
+
+@pytest.fixture
+def b(net: Net) -> Member:
+    return net.add("b")
+
+
+# -- a consumer that gives up before it has asked ---------------------------------------------------
+
+
+@pytest.mark.parametrize("in_contact", [False, True])
+def test_a_reader_that_gives_up_before_it_asks_frees_the_producer(
+    net: Net, a: Member, b: Member, in_contact: bool
+) -> None:
+    # It asks nobody before it has a link to every source, and this one never answers.
+    never = net.add("never")
+    net.hold(b, never)
+    offer = a.offer("t")
+    fetch = b.fetch("t", sources=[a, never])
+    if in_contact:
+        net.run()
+    b.abort(fetch, TransferAborted("enough"))
+    net.run()
+    assert fetch.resolved
+    assert offer.resolved
+    assert offer.parts[0].state is State.ABORTED
+    assert "given up by the consumer at memory://b: enough" in str(offer.error)
+
+
+def test_a_source_that_is_gone_costs_the_other_sources_nothing(net: Net, a: Member, b: Member) -> None:
+    never = net.add("never")
+    net.hold(b, never)
+    offer = a.offer("t", deadline=600)
+    fetch = b.fetch("t", sources=[a, never], deadline=600)
+    while not fetch.resolved:
+        assert net.wait_for_timer()
+    assert offer.resolved
+    assert net.now < offer.deadline - 500 * 10**9
+
+
+def test_only_one_reader_ends_and_only_once(net: Net, a: Member, b: Member) -> None:
+    c = net.add("c")
+    offer = a.offer("t", readers=2, ready=True)
+    fetch = b.fetch("t", sources=[a])
+    b.abort(fetch, TransferAborted("enough"))
+    net.run()
+    b.session(a).send(b.sent[0])
+    net.run()
+    assert not offer.resolved
+    other = c.fetch("t", sources=[a])
+    net.run()
+    c.land(other)
+    net.run()
+    assert other.error is None
+    assert offer.resolved
+
+
+def test_a_producer_that_gives_up_before_it_has_said_its_offer_ends_who_waits_for_it(
+    net: Net, a: Member, b: Member
+) -> None:
+    fetch = b.fetch("t")
+    offer = a.offer("t", to=[b])
+    a.abort(offer, TransferAborted("enough"))
+    net.run()
+    assert fetch.resolved
+    assert "given up by the producer at memory://a: enough" in str(fetch.error)
+
+
+# -- many parts -------------------------------------------------------------------------------------
+
+
+def test_a_fetch_of_very_many_parts_ends_with_the_first_that_fails(net: Net, b: Member) -> None:
+    fetch = b.fetch("t", parts=3000)
+    b.table.fail(fetch.parts[1500], TransferAborted("enough"))
+    net.run()
+    assert fetch.resolved
+    assert {len(str(part.life.error)) for part in fetch.parts if part is not fetch.parts[1500]} == {
+        len("transfer 't': another part failed: enough")
+    }
+
+
+def test_parts_are_found_by_their_session(net: Net, a: Member, b: Member) -> None:
+    c = net.add("c")
+    fetches = [b.fetch(f"t{number}", sources=[source]) for number, source in enumerate([a, c, a])]
+    assert b.table.parts_of(b.session(a)) == [fetches[0].parts[0], fetches[2].parts[0]]
+    b.abort(fetches[0], TransferAborted("enough"))
+    b.abort(fetches[1], TransferAborted("enough"))
+    assert b.table.parts_of(b.session(a)) == [fetches[2].parts[0]]
+    assert b.table.parts_of(b.session(c)) == []
+
+
+# -- what a peer must not say -----------------------------------------------------------------------
+
+
+def test_who_sends_must_not_announce_layers(net: Net, a: Member, b: Member) -> None:
+    b.one_sided = False
+    a.offer("t")
+    fetch = b.fetch("t", sources=[a])
+    net.run()
+    a.session(b).send(Ready("t", 0, b"\x01"))
+    net.run()
+    assert [type(fault) for fault in b.faults] == [RemoteProtocolError]
+    assert fetch.resolved
+
+
+def test_nor_with_its_answer(net: Net, a: Member, b: Member) -> None:
+    b.one_sided = False
+    fetch = b.fetch("t", sources=[a])
+    net.run()
+    blocks = tuple((0, b"\0\0\0\0") for _ in a.table.ledger.layout.groups)
+    a.session(b).send(Accept("t", 0, tokens=4, blocks=blocks, ready=b"\x0f", lease=0))
+    net.run()
+    assert [type(fault) for fault in b.faults] == [RemoteProtocolError]
+    assert fetch.resolved
+    assert b.moves == {}
+
+
+def test_a_lease_later_than_one_given_now_is_of_another_clock(net: Net, a: Member, b: Member) -> None:
+    fetch = b.fetch("t", sources=[a])
+    net.run()
+    a.session(b).send(Pong(net.now + SETTINGS.lease_ns))
+    net.run()
+    assert b.faults == []
+    a.session(b).send(Pong(net.now + SETTINGS.lease_ns + 2_000_000))
+    net.run()
+    assert [type(fault) for fault in b.faults] == [RemoteProtocolError]
+    assert fetch.resolved
