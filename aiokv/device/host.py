@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["HostBuffer", "HostDevice", "HostStream"]
 
 
+#: F_SEAL_FUTURE_WRITE of Linux 5.1, which ``fcntl`` has no name for: mappings that are there may write,
+#: but nobody who is given the descriptor.
+_SEAL_FUTURE_WRITE = 0x10
+
+
 class HostBuffer:
     """A range of host memory. Use ``allocate``, ``map`` or ``from_tensor`` to get one.
 
@@ -81,9 +86,10 @@ class HostBuffer:
             # As a file it is closed, with a warning, also when the buffer is forgotten.
             file = io.FileIO(fd, "r+")
             os.posix_fallocate(fd, 0, nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             # Pages are all there; their table entries too, so that no copy has to fault them in.
             mapping = _mmap(fd, nbytes, mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         except (OSError, ValueError, OverflowError) as error:
             if file is not None:
                 file.close()
@@ -91,8 +97,8 @@ class HostBuffer:
         return cls(memoryview(mapping), file=file, mapping=mapping)
 
     @classmethod
-    def map(cls, fd: int, nbytes: int, *, writable: bool = False) -> HostBuffer:
-        """Map the first ``nbytes`` of a descriptor, such as another process's memfd.
+    def map(cls, fd: int, nbytes: int) -> HostBuffer:
+        """Map the first ``nbytes`` of a descriptor, such as another process's memfd, to be read.
 
         The descriptor stays the caller's, who may close it at once. Make sure that it is sealed
         against shrinking: touching a page that is gone kills the process.
@@ -103,7 +109,7 @@ class HostBuffer:
         """
         if nbytes <= 0:
             raise ValueError(f"a buffer needs at least one byte, got {nbytes}")
-        mapping = _mmap(fd, nbytes, 0, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+        mapping = _mmap(fd, nbytes, 0, mmap.PROT_READ)
         return cls(memoryview(mapping), mapping=mapping)
 
     @classmethod
