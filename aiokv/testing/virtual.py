@@ -22,6 +22,7 @@ import random
 import sys
 import threading
 from asyncio import events
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -154,6 +155,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         frozen: Nothing of it runs while this is set; what becomes due is kept.
     """
 
+    # What asyncio's own loop keeps, which its types leave out.
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+    _timer_cancelled_count: int
+    _thread_id: int | None
+    _stopping: bool
+
     def __init__(self, virtual: VirtualTime | None = None, name: str = "loop") -> None:
         super().__init__()
         self.virtual = virtual or VirtualTime()
@@ -175,12 +183,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """When it has something to run, in its seconds: 0 for now, infinity for never."""
         if self.frozen:
             return NEVER
-        if self._ready:  # type: ignore[attr-defined]
+        if self._ready:
             return 0.0
-        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        scheduled = self._scheduled
         while scheduled:
-            if not scheduled[0]._cancelled:  # type: ignore[attr-defined]
-                return scheduled[0]._when  # type: ignore[attr-defined,no-any-return]
+            if not scheduled[0].cancelled():
+                return scheduled[0].when()
             self._timer_cancelled_count -= 1
             heapq.heappop(scheduled)._scheduled = False  # type: ignore[attr-defined]
         return NEVER
@@ -188,32 +196,35 @@ class VirtualLoop(asyncio.BaseEventLoop):
     @property
     def idle(self) -> bool:
         """Whether nothing at all is scheduled, frozen or not."""
-        ready, scheduled = self._ready, self._scheduled  # type: ignore[attr-defined]
+        ready, scheduled = self._ready, self._scheduled
         return all(handle.cancelled() for handle in (*ready, *scheduled))
 
     def scheduled(self) -> list[str]:
         """What is scheduled, a line for each callback and timer."""
-        ready, scheduled = self._ready, self._scheduled  # type: ignore[attr-defined]
+        ready, scheduled = self._ready, self._scheduled
         return [f"{self.name}: {handle!r}" for handle in (*ready, *scheduled) if not handle.cancelled()]
 
     # -- running
 
     def turn(self) -> None:
-        """Run what is ready now, in order; what that schedules is for the next turn. Leaves itself running."""
-        ready, scheduled = self._ready, self._scheduled  # type: ignore[attr-defined]
+        """Run what is ready now, in order; what that schedules is for the next turn.
+
+        Leaves itself as the running loop.
+        """
+        ready, scheduled = self._ready, self._scheduled
         end = self.virtual.now * 1e-9 + RESOLUTION_S
-        while scheduled and scheduled[0]._when < end:
-            handle = heapq.heappop(scheduled)
-            handle._scheduled = False
-            if handle._cancelled:
+        while scheduled and scheduled[0].when() < end:
+            timer = heapq.heappop(scheduled)
+            timer._scheduled = False  # type: ignore[attr-defined]
+            if timer.cancelled():
                 self._timer_cancelled_count -= 1
             else:
-                ready.append(handle)
+                ready.append(timer)
         events._set_running_loop(self)
         sys.set_asyncgen_hooks(*self._hooks)
         for _ in range(len(ready)):
             handle = ready.popleft()
-            if not handle._cancelled:
+            if not handle.cancelled():
                 handle._run()
 
     def within(self, call: Callable[..., T], *args: object) -> T:
@@ -263,7 +274,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self.virtual.loops.remove(self)
 
     def close(self) -> None:
-        """Close the loop. What its tasks still had to do is not done, but for what they do on their way out."""
+        """Close the loop. Its tasks do nothing any more but what they do on their way out."""
         self.kill()
         for _ in range(100):  # what ends may begin something
             abandoned = asyncio.all_tasks(self)
@@ -288,7 +299,7 @@ def _outside_loops() -> Iterator[None]:
 def _abandon(task: asyncio.Task[Any]) -> None:
     """End the coroutine of a task that will never be run again."""
     task._log_destroy_pending = False  # type: ignore[attr-defined]
-    asyncio.tasks._unregister_task(task)  # type: ignore[attr-defined]
+    asyncio.tasks._unregister_task(task)
     coro = task.get_coro()
     for _ in range(100):
         try:
