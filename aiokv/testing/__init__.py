@@ -1,0 +1,25 @@
+"""What aiokv is tested with, for your tests, too. Import the module that you need; none imports pytest.
+
+To test code that uses aiokv, without a GPU, a network, or time:
+
+* ``pairs``: engines of one process. ``connected_pair`` is two that have met, ``Engines`` any number,
+  ``check_idle`` asserts that nothing is held any more, ``virtual_time`` runs an async test in no time.
+* ``virtual``: event loops in virtual time. What takes a minute happens in a millisecond, the same way each
+  time; a deadlock is an error that says who waits for what.
+* ``channel``: ``FaultyNetwork``, a control plane that drops, doubles, delays and reorders frames, by a seed
+  or as told, and whose links are cut and engines killed.
+* ``aiokv.device.mocked``: ``MockedDevice``, whose streams are stepped by hand or in an order drawn from a
+  seed, and which notes every access that no event orders.
+* ``tables``: the protocol alone. Transfer tables joined by their sessions, without loop, bytes or clock.
+
+To test a transport, a channel or a device of your own: suites of async functions, ``CASES``, that run under
+any test framework and event loop, and that aiokv's own pass.
+
+* ``transports``, with a ``transport_kit.Kit`` that makes yours.
+* ``channels``, with a ``channel_kit.Kit`` that makes yours.
+* ``devices``, with a ``DeviceKit`` that makes yours.
+
+To look for what nobody thought of:
+
+* ``simulation``: whole clusters, drawn, run and judged by one seed: ``simulation.run.run_seed(seed)``.
+"""
