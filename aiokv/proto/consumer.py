@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from aiokv.errors import InvalidBlocks, LayoutMismatch, RemoteProtocolError
 from aiokv.proto.heads import assign_heads
 from aiokv.proto.ledger import Ledger
-from aiokv.proto.messages import Accept, Grant, Offer, Ready, Refuse, pack_blocks, unpack_blocks
+from aiokv.proto.messages import Accept, Grant, Offer, Ready, Refuse, as_text, pack_blocks, unpack_blocks
 from aiokv.proto.parts import Event, State
 from aiokv.proto.session import Session
 from aiokv.proto.transfers import ActionKind, Fetching, Heads, Part
@@ -106,7 +106,7 @@ class Consumer:
 
     def copied(self, part: Part, mask: int) -> None:
         """These layers of this part are in place."""
-        if part.state not in (State.GRANTED, State.MOVING):
+        if not part.active:
             return
         part.landed |= mask
         if part.landed == self._everything:
@@ -132,7 +132,7 @@ class Consumer:
             return
         if self._ledger.find(session, key, "consumer") is not None:
             return  # this producer is asked anyway
-        part = next((each for each in fetching.parts if each.session is None and not each.ended), None)
+        part = fetching.unclaimed
         if part is None:
             self._refuse(session, offer, "sources", "the fetch has all its sources")
             return
@@ -165,7 +165,7 @@ class Consumer:
     def on_ready(self, session: Session, ready: Ready) -> None:
         """More layers may be read."""
         part = self._ledger.find(session, (ready.tid, ready.attempt), "consumer")
-        if part is not None and part.accepted and part.state in (State.GRANTED, State.MOVING):
+        if part is not None and part.accepted and part.active:
             self._more(part, ready.ready)
 
     def _more(self, part: Part, ready: bytes) -> None:
@@ -184,4 +184,4 @@ class Consumer:
         return (1 << self._ledger.layout.layers) - 1
 
     def _refuse(self, session: Session, offer: Offer, reason: str, text: str) -> None:
-        session.send(Refuse(offer.tid, offer.attempt, "consumer", reason, text[:2048]))
+        session.send(Refuse(offer.tid, offer.attempt, "consumer", reason, as_text(text)))

@@ -17,7 +17,7 @@ from aiokv.errors import (
     TransferAborted,
 )
 from aiokv.proto.layout import CacheLayout
-from aiokv.proto.messages import Abort, Aborted, Landed, Role
+from aiokv.proto.messages import Abort, Aborted, Landed, Role, as_text
 from aiokv.proto.parts import Event, State
 from aiokv.proto.session import Session
 from aiokv.proto.settings import Settings
@@ -26,9 +26,6 @@ from aiokv.proto.transfers import Action, ActionKind, Key, Part, Transfer
 from aiokv.proto.waiting import Tombstone, Tombstones
 
 __all__ = ["Ledger"]
-
-#: Text of a message that a peer gets, at most; the same bound is checked on receipt.
-_TEXT = 2048
 
 
 class Ledger:
@@ -119,7 +116,7 @@ class Ledger:
             error: Why, unless DONE.
             reason: The same in one word, for the other side.
         """
-        if part.ended or part.state is State.DRAINING:
+        if part.settled:
             return
         self._settle(part, event, error, reason)
         if event is Event.DONE or part.role == "producer":
@@ -128,7 +125,7 @@ class Ledger:
         # does not fit is told that, since it may fit another.
         reason = reason if reason == "layout" else "sibling"
         for sibling in part.transfer.parts:
-            if not sibling.ended and sibling.state is not State.DRAINING:
+            if not sibling.settled:
                 text = f"transfer {part.transfer}: another part failed: {part.life.error}"
                 self._settle(sibling, Event.ABORT, TransferAborted(text), reason)
 
@@ -138,7 +135,7 @@ class Ledger:
         if error is not None and transfer.error is None:
             transfer.error = error
         if event is not Event.DONE and not part.abort_known and session is not None:
-            session.send(Abort(*transfer.key, part.role, reason, str(error)[:_TEXT]))
+            session.send(Abort(*transfer.key, part.role, reason, as_text(error)))
             part.abort_known = True
         if after is not State.DRAINING:
             self._end(part)

@@ -41,9 +41,11 @@ __all__ = [
     "Refuse",
     "Reset",
     "Role",
+    "as_text",
     "decode_frame",
     "decode_messages",
     "encode_frame",
+    "encode_message",
     "pack_blocks",
     "unpack_blocks",
 ]
@@ -54,8 +56,11 @@ OLDEST_VERSION = 1
 
 Role = Literal["producer", "consumer"]
 
+#: Characters that a peer is told of a reason, at most.
+_MOST_TEXT = 2048
+
 _Id = Annotated[str, Meta(min_length=1, max_length=256)]
-_Text = Annotated[str, Meta(max_length=2048)]
+_Text = Annotated[str, Meta(max_length=_MOST_TEXT)]
 _Short = Annotated[str, Meta(max_length=64)]
 _Address = Annotated[str, Meta(max_length=256)]
 _Count = Annotated[int, Meta(ge=0, lt=2**48)]
@@ -226,6 +231,14 @@ _FRAMES = msgspec.msgpack.Decoder(Frame)
 _MESSAGES = msgspec.msgpack.Decoder(Message)
 #: What decoding raises; RecursionError where somebody nested arrays for the sake of it.
 _MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+def as_text(reason: object) -> str:
+    """A reason as a message can carry it: cut short, and without what UTF-8 has no bytes for.
+
+    Errors come from anywhere: the name of a file that isn't text has halves of surrogate pairs in it.
+    """
+    return str(reason)[:_MOST_TEXT].encode(errors="replace").decode()
 
 
 def encode_message(message: Message) -> bytes:

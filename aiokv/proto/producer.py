@@ -6,7 +6,17 @@ from collections.abc import Sequence
 
 from aiokv.errors import LayoutMismatch, RemoteProtocolError
 from aiokv.proto.ledger import Ledger
-from aiokv.proto.messages import Accept, Grant, Landed, Offer, Ready, Refuse, pack_blocks, unpack_blocks
+from aiokv.proto.messages import (
+    Accept,
+    Grant,
+    Landed,
+    Offer,
+    Ready,
+    Refuse,
+    as_text,
+    pack_blocks,
+    unpack_blocks,
+)
 from aiokv.proto.parts import Event, State
 from aiokv.proto.session import Session
 from aiokv.proto.transfers import ActionKind, Offering, Part
@@ -56,7 +66,7 @@ class Producer:
             return
         offering.ready |= new
         for part in offering.parts:
-            if part.accepted and part.state in (State.GRANTED, State.MOVING):
+            if part.accepted and part.active:
                 self._move(part, new)
 
     # -- reports of the layer above
@@ -167,7 +177,7 @@ class Producer:
         for part in offering.parts:
             if part.session is not None and part.session.incarnation == session.incarnation:
                 return "duplicate"
-        return next((part for part in offering.parts if part.session is None and not part.ended), "readers")
+        return offering.unclaimed or "readers"
 
     def _fault(self, session: Session, offering: Offering, grant: Grant) -> tuple[str, str]:
         """Why a grant can't be served, as (reason, text); empty if it can."""
@@ -199,4 +209,4 @@ class Producer:
         return mask.to_bytes((self._ledger.layout.layers + 7) // 8, "little")
 
     def _refuse(self, session: Session, grant: Grant, reason: str, text: str) -> None:
-        session.send(Refuse(grant.tid, grant.attempt, "producer", reason, text[:2048]))
+        session.send(Refuse(grant.tid, grant.attempt, "producer", reason, as_text(text)))

@@ -150,7 +150,7 @@ class Table:
         known = [part.session for part in transfer.parts if part.session is not None]
         if any(each.incarnation == session.incarnation for each in known):
             return None  # it had its part
-        part = next((part for part in transfer.parts if part.session is None and not part.ended), None)
+        part = transfer.unclaimed
         if part is not None:
             self.ledger.bind(part, session, now)
         return part

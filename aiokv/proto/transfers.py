@@ -46,6 +46,11 @@ class Transfer:
         """Id and attempt."""
         return self.tid, self.attempt
 
+    @property
+    def unclaimed(self) -> Part | None:
+        """A part for whoever comes next; None where each has its peer, or has ended."""
+        return next((part for part in self.parts if part.session is None and not part.ended), None)
+
     def __str__(self) -> str:
         return f"{self.tid!r}" + (f" attempt {self.attempt}" if self.attempt else "")
 
@@ -115,6 +120,16 @@ class Part:
     def state(self) -> State:
         """Where the part is in its life."""
         return self.life.state
+
+    @property
+    def active(self) -> bool:
+        """Whether the destination is reserved, and the outcome open."""
+        return self.life.state in (State.GRANTED, State.MOVING)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the outcome is: the part drains, or is over."""
+        return self.life.outcome is not None
 
     @property
     def ended(self) -> bool:

@@ -30,6 +30,7 @@ from aiokv.proto.messages import (
     Ready,
     Refuse,
     Reset,
+    as_text,
     decode_frame,
     decode_messages,
     encode_frame,
@@ -340,3 +341,12 @@ def test_block_lists_come_back_as_they_were(first: list[int], second: list[int])
 def test_block_lists_that_cannot_be_meant_are_refused(packed: tuple, message: str) -> None:
     with pytest.raises(RemoteProtocolError, match=message):
         unpack_blocks(packed, LAYOUT)
+
+
+@pytest.mark.parametrize(
+    "reason", ["x" * 5000, "no file '\udcff'", OSError(2, "gone", "\ud800"), "\U0001f600" * 3000]
+)
+def test_a_reason_of_any_text_can_be_said(reason: object) -> None:
+    said = Abort("t", 0, "producer", "failed", as_text(reason))
+    (heard,) = decode_messages(Frame(b"x" * 16, b"", "a", 1, 0, 1, 0, [msgspec.Raw(encode_message(said))]))
+    assert heard == said
