@@ -72,10 +72,11 @@ class Producer:
     # -- reports of the layer above
 
     def connected(self, part: Part, now: int) -> None:
-        """The session with a named reader is up: tell it of the offer."""
+        """The session with a named reader is up: tell it of the offer, once, however often this is said."""
         session, offering = part.session, part.transfer
-        if part.state is not State.OFFERED or session is None or session.hello is None:
+        if part.state is not State.OFFERED or part.linked or session is None or session.hello is None:
             return
+        part.linked = True
         # Said also where it fails at once: a fetch that waits for this offer then hears why it won't come.
         session.send(Offer(*offering.key, max(0, part.deadline - now) // 1000, offering.trace))
         found = list(self._ledger.layout.differences(session.hello.layout))

@@ -99,7 +99,7 @@ class Part:
     link: str = ""
     link_id: bytes = b""
     one_sided: bool = True
-    #: Consumer: a link to the producer is there.
+    #: Consumer: a link to the producer is there. Producer: a named reader was told of the offer.
     linked: bool = False
     #: ACCEPT was sent (producer), or came (consumer): bytes may move.
     accepted: bool = False

@@ -339,3 +339,15 @@ def test_a_named_reader_with_another_layout_fails_the_offer_here_and_is_told_why
     assert "model fingerprint 6d against 6e" in abort.text
     assert fetch.resolved
     assert "model fingerprint 6d against 6e" in str(fetch.error)
+
+
+def test_a_named_reader_is_told_once_however_often_it_comes_into_contact(
+    net: Net, a: Member, b: Member, session: Session
+) -> None:
+    # An offer that begins in the turn in which the session comes up is connected by both.
+    offer = a.offer("t", to=[b])
+    a.table.producer.connected(offer.parts[0], net.now)
+    net.run()
+    assert sum(isinstance(message, Offer) for message in a.sent) == 1
+    assert not refusals(b)
+    assert not offer.parts[0].ended
