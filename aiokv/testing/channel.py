@@ -144,7 +144,8 @@ class FaultyNetwork(MemoryNetwork):
         for link in self._links.values():
             if self._cut(link) is None:
                 held, link.held = link.held, []
-                self._put_in_line(link, held, 0.0)
+                for frame in held:  # before what is in line, which was sent later
+                    self._pass(link, frame)
 
     def kill(self, address: str, *, keep: bool = False) -> None:
         """End the channel at ``address`` as SIGKILL would, so that another one can bind the address.

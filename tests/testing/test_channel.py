@@ -172,6 +172,17 @@ def test_links_may_be_cut_before_anything_runs():
     assert [event.what for event in network.trace] == ["cut", "cut", "heal", "heal"]
 
 
+@pytest.mark.asyncio
+async def test_what_was_held_comes_before_what_is_still_on_its_way():
+    async with Ends(FaultyNetwork(0), A, B) as ends:
+        ends.network.cut(A, B, hold=True)
+        ends.send(A, B, b"0", b"1")
+        ends.network.script(A, B, 0.01)
+        ends.send(A, B, b"2")
+        ends.network.heal(A, B)
+        assert await ends.got(B) == [b"0", b"1", b"2"]
+
+
 # -- by chance ------------------------------------------------------------------------------------
 
 
