@@ -20,7 +20,7 @@ SLACK_NS = 100_000_000
 
 #: Where nothing is wrong with the world, a transfer that is given up is quiet in this time (ns), which
 #: includes what the devices still have to do, and is less than the time of a lease.
-PROMPT_NS = 1_200_000_000
+PROMPT_NS = 500_000_000
 
 
 class Record:
@@ -29,6 +29,7 @@ class Record:
     Attributes:
         begun_at: When it began (ns); 0 if it never did.
         settled_at: When its user gave it up or heard that it failed (ns); 0 before.
+        body_over_at: When the body of the ``async with`` was through (ns).
         over_at: When its user had the blocks back (ns); 0 before.
         error: What the ``async with`` was left by; None where it was left normally.
     """
@@ -41,7 +42,7 @@ class Record:
         self.request = request
         self.plan = plan
         self.task = asyncio.current_task()
-        self.begun_at = self.settled_at = self.over_at = 0
+        self.begun_at = self.settled_at = self.body_over_at = self.over_at = 0
         self.error: BaseException | None = None
 
     def __str__(self) -> str:
@@ -85,6 +86,10 @@ class Record:
         if self.begun_at and not self.settled_at:
             self.settled_at = self.process.world.time.now
 
+    def body_over(self) -> None:
+        """The body of the ``async with`` has come to its end."""
+        self.body_over_at = self.process.world.time.now
+
     def over(self, error: BaseException | None) -> None:
         """The ``async with`` was left."""
         world = self.process.world
@@ -107,14 +112,15 @@ class Record:
         self._check_time()
 
     def _check_time(self) -> None:
-        world = self.process.world
+        world, process = self.process.world, self.process
+        resolved = max(process.ended_at.get(part, 0) for part in self.handle.transfer.parts)
         drain = world.scenario.settings.drain_ns + SLACK_NS
-        by = self.begun_at + int(self.plan.deadline * 1e9) + drain
-        by += world.time_suspended(self.process, self.begun_at, self.over_at)
-        if self.over_at > by:
-            world.fail(f"{self} ended {(self.over_at - by) / 1e9:.3f} s after its deadline and drain bound")
-        if self.settled_at:
-            by = self.settled_at + drain
-            by += world.time_suspended(self.process, self.settled_at, self.over_at)
-            if self.over_at > by or (world.scenario.quiet and self.over_at > self.settled_at + PROMPT_NS):
-                world.fail(f"{self} took {(self.over_at - self.settled_at) / 1e9:.3f} s to become quiet")
+        for what, since, lasts in (
+            ("after its deadline and drain bound", self.begun_at, int(self.plan.deadline * 1e9) + drain),
+            ("too late to be quiet", self.settled_at, PROMPT_NS if world.scenario.quiet else drain),
+            ("after its user could go on", max(resolved, self.body_over_at), SLACK_NS),
+        ):
+            end = self.over_at if "user" in what else resolved
+            late = end - since - lasts - world.time_suspended(process, since, end)
+            if since and late > 0:
+                world.fail(f"{self} ended {late / 1e9:.3f} s {what}")

@@ -161,7 +161,7 @@ def _begin(world: World, request: Request, plan: OfferPlan | FetchPlan) -> None:
     world.poke()
     process = world.processes[plan.rank]
     if process.state != "up":
-        return world.note(process.name, f"is {process.state}, so takes no part in {request.tid}")
+        return world.leave_out(process, request, f"it is {process.state}")
     verb = "offers" if isinstance(plan, OfferPlan) else "fetches"
     task = process.spawn(_side(world, process, request, plan), f"{verb} {request.tid}")
     for delay in plan.cancels:

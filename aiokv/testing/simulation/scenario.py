@@ -24,11 +24,19 @@ FaultKind = Literal[
 #: How a user goes about a transfer. "with": async with. "start": start, wait, cancel.
 Style = Literal["with", "start"]
 
+#: What a scenario is about. "calm": nothing happens. "patient": pauses that do no harm. "fickle": users give
+#: up. "lease": a producer gives up and its reader can't hear it. "any": all that can happen.
+Mood = Literal["calm", "patient", "fickle", "lease", "any"]
+_MOODS: tuple[Mood, ...] = ("calm", "patient", "fickle", "lease", "any")
+_WEIGHTS = (10, 15, 10, 15, 50)
+
 _AXES = ("sbthd", "bsthd", "bshtd", "bhtsd", "split")
 
 
 #: Silence that nobody may be given up for, less than the bounds of first contact and liveness (s).
 MOST_SILENCE_S = 1.5
+#: A device that takes less for a step (s) is done with all that may be in flight in no time.
+FAST_S = 0.0005
 #: Jumps of the time that are long enough to be noticed as one's own fault (s).
 NOTICED_S = 1.0
 #: Time that may be lost before deadlines of half a minute can't be kept (s).
@@ -147,8 +155,9 @@ class Scenario:
 
     @property
     def quiet(self) -> bool:
-        """Nothing at all is done to the engines, and the network is perfect but for delays and duplicates."""
-        return not self.faults and not self.channel.drop and not self.channel.reorder
+        """Nothing at all is done to the engines, their devices are fast, and the network loses nothing."""
+        fast = all(rank.step_s < FAST_S for rank in self.ranks)
+        return fast and not self.faults and not self.channel.drop and not self.channel.reorder
 
     @property
     def calm(self) -> bool:
@@ -175,24 +184,26 @@ class Scenario:
 def draw(seed: int | str) -> Scenario:
     """The scenario of a seed."""
     rng = random.Random(f"scenario {seed}")  # noqa: S311 - repeatable, not secret
-    mood = rng.choices(("calm", "patient", "lease", "any"), (15, 15, 15, 55))[0]
+    mood: Mood = rng.choices(_MOODS, _WEIGHTS)[0]
     ranks = _ranks(rng)
     span = rng.choice((0.0, 0.01, 0.1, 2.0))
     requests = tuple(_request(rng, ranks, f"t{i}", span, f"{seed}/t{i}") for i in range(rng.randint(1, 6)))
+    settings, channel = _settings(rng), _channel(rng, mood)
     faults: tuple[Fault, ...] = ()
-    if mood == "any":
-        faults = tuple(_fault(rng, ranks, requests, _KINDS) for _ in range(rng.randint(0, 4)))
-    elif mood == "patient":
-        faults = tuple(_short(rng, _fault(rng, ranks, requests, _HARMLESS)) for _ in range(rng.randint(1, 3)))
-    elif mood == "lease":
-        requests, faults = _broken_promise(rng, requests)
+    match mood:
+        case "any":
+            faults = tuple(_fault(rng, ranks, requests, _KINDS) for _ in range(rng.randint(0, 4)))
+        case "patient":
+            requests = tuple(_slow(rng, request) for request in requests)
+            faults = tuple(_harmless(rng, ranks, requests) for _ in range(rng.randint(1, 3)))
+        case "fickle":
+            ranks = tuple(replace(rank, step_s=min(rank.step_s, FAST_S / 2)) for rank in ranks)
+            requests = tuple(_given_up(rng, request) for request in requests)
+        case "lease":
+            settings = replace(settings, window_bytes=64 << 20)
+            ranks, requests, faults = _broken_promise(rng, ranks, requests)
     return Scenario(
-        seed=str(seed),
-        settings=_settings(rng),
-        ranks=ranks,
-        requests=requests,
-        faults=faults,
-        channel=_channel(rng, calm=mood != "any"),
+        seed=str(seed), settings=settings, ranks=ranks, requests=requests, faults=faults, channel=channel
     )
 
 
@@ -210,9 +221,9 @@ def _settings(rng: random.Random) -> Settings:
     )
 
 
-def _channel(rng: random.Random, *, calm: bool) -> Faults:
-    delay = rng.choice((0.0, 0.0, 0.0001, 0.002, 0.05))
-    noisy = not calm and rng.random() < 0.3
+def _channel(rng: random.Random, mood: Mood) -> Faults:
+    delay = rng.choice((0.0, 0.0001) if mood == "lease" else (0.0, 0.0, 0.0001, 0.002, 0.05))
+    noisy = mood == "any" and rng.random() < 0.3
     return Faults(
         drop=rng.choice((0.0, 0.01, 0.1)) if noisy else 0.0,
         duplicate=rng.choice((0.0, 0.0, 0.1, 0.5)),
@@ -280,7 +291,7 @@ def _layout(
         groups.append(
             GroupLayout(
                 layers=tuple(range(layers)),
-                blocks=96 // block_size,
+                blocks=160 // block_size,
                 block_size=block_size,
                 heads=share,
                 total_heads=heads,
@@ -295,7 +306,7 @@ def _layout(
         groups.append(
             GroupLayout(
                 layers=tuple(range(layers, layers + 2)) if groups else tuple(range(layers)),
-                blocks=96 // block_size,
+                blocks=160 // block_size,
                 block_size=block_size,
                 heads=(0, 1),
                 total_heads=1,
@@ -492,24 +503,56 @@ def _fault(
     )
 
 
-def _short(rng: random.Random, fault: Fault) -> Fault:
-    """The fault, so that it does no harm."""
-    lasts = rng.random() * (5.0 if fault.kind in ("jump", "stall device") else MOST_SILENCE_S / 3)
-    return replace(fault, at=fault.at * rng.choice((1.0, 0.1, 0.01)), lasts=lasts, second_flag=True)
+def _harmless(rng: random.Random, ranks: tuple[Rank, ...], requests: tuple[Request, ...]) -> Fault:
+    """A fault that does no harm."""
+    fault = _fault(rng, ranks, requests, _HARMLESS)
+    lasts = rng.random() * (6.0 if fault.kind in ("jump", "stall device") else MOST_SILENCE_S / 3)
+    return replace(fault, lasts=lasts, second_flag=True)
+
+
+def _slow(rng: random.Random, request: Request) -> Request:
+    """The request, made to last for a while."""
+    offers = tuple(replace(offer, pace=rng.choice((offer.pace, 0.1, 0.5))) for offer in request.offers)
+    return replace(request, offers=offers)
+
+
+def _given_up(rng: random.Random, request: Request) -> Request:
+    """The request with a side that gives up while bytes move."""
+    sides = [*request.offers, *request.fetches]
+    if not sides:
+        return request
+    victim = rng.choice(sides)
+    after = max(side.start for side in sides) - victim.start + _log_uniform(rng, 2e-4, 0.05)
+    changed: OfferPlan | FetchPlan
+    if rng.random() < 0.7:
+        changed = replace(victim, cancels=(after,))
+    else:
+        changed = replace(victim, deadline=after)
+    return replace(
+        request,
+        offers=tuple(_swapped(list(request.offers), victim, changed)),
+        fetches=tuple(_swapped(list(request.fetches), victim, changed)),
+        odd=True,
+    )
 
 
 def _broken_promise(
-    rng: random.Random, requests: tuple[Request, ...]
-) -> tuple[tuple[Request, ...], tuple[Fault, ...]]:
+    rng: random.Random, ranks: tuple[Rank, ...], requests: tuple[Request, ...]
+) -> tuple[tuple[Rank, ...], tuple[Request, ...], tuple[Fault, ...]]:
     """The producer gives up where the consumer can't hear it, and the consumer's copies are late."""
     whole = [request for request in requests if request.offers and request.fetches]
     if not whole:
-        return requests, ()
+        return ranks, requests, ()
     request = rng.choice(whole)
     offer, fetch = rng.choice(request.offers), rng.choice(request.fetches)
     # Layers are ready at once, so that copies are under way when the consumer is cut off.
     offer = replace(offer, pace=rng.choice((0.0, 0.0001)), order="forward")
-    hot = max(offer.start, fetch.start) + _log_uniform(rng, 2e-4, 0.05)
+    ranks = tuple(
+        replace(rank, step_s=0.00001 if rank.number == offer.rank else rng.choice((0.0001, 0.0005)))
+        for rank in ranks
+    )
+    met = max(offer.start, fetch.start)
+    hot = met + _log_uniform(rng, 1e-3, 0.2)
     match rng.randrange(3):
         case 0 | 1:
             offer = replace(offer, cancels=(hot - offer.start + _log_uniform(rng, 1e-4, 0.5),))
@@ -535,12 +578,12 @@ def _broken_promise(
     faults = [
         *([cut] if rng.random() < 0.7 else []),
         Fault(
-            at=max(0.0, hot + rng.choice((0.0, 0.001, -0.001))),
+            at=rng.choice((met, met, hot)),
             kind="stall device",
             rank=fetch.rank,
-            lasts=1.0 + 2.2 * rng.random(),
+            lasts=hot - met + 1.0 + 2.2 * rng.random(),
         ),
     ]
     if rng.random() < 0.2:
         faults.append(Fault(at=hot, kind="freeze", rank=fetch.rank, lasts=_log_uniform(rng, 0.5, 8.0)))
-    return tuple(changed if each is request else each for each in requests), tuple(faults)
+    return ranks, tuple(changed if each is request else each for each in requests), tuple(faults)

@@ -37,7 +37,7 @@ async def offer(process: Process, request: Request, plan: OfferPlan) -> None:
     world, ledger = process.world, process.ledger
     blocks = ledger.take(request.tokens)
     if blocks is None:
-        return world.note(process.name, f"has no blocks for {request.tid}")
+        return world.leave_out(process, request, "it has no blocks left")
     try:
         handle = process.engine.offer(
             request.tid,
@@ -107,7 +107,7 @@ async def fetch(process: Process, request: Request, plan: FetchPlan) -> None:
     room = max(plan.room, 1)
     blocks = ledger.take(room)
     if blocks is None:
-        return world.note(process.name, f"has no blocks for {request.tid}")
+        return world.leave_out(process, request, "it has no blocks left")
     consumer = _Consumer(process, request, plan, blocks)
     try:
         handle = process.engine.fetch(
@@ -275,3 +275,5 @@ async def _body(record: Record, body: Coroutine[None, None, None]) -> None:
     except (AiokvError, BodyError, TimeoutError, asyncio.CancelledError):
         record.settled()
         raise
+    finally:
+        record.body_over()

@@ -67,6 +67,7 @@ class World:
         self.ending = False
         self.asked = 0
         self.attempts: set[tuple[str, int]] = set()
+        self.left_out: set[str] = set()
         self.excuse_frees = False
         self._timers: list[asyncio.TimerHandle] = []
         self._pokes: list[asyncio.Future[None]] = []
@@ -81,6 +82,11 @@ class World:
     def note(self, who: str, what: str) -> None:
         """Add a line to the trace."""
         self.trace.append((self.time.now, who, what))
+
+    def leave_out(self, process: Process, request: Request, why: str) -> None:
+        """A process can't take part in a request, so that may not end well."""
+        self.note(process.name, f"takes no part in {request.tid}: {why}")
+        self.left_out.add(request.tid)
 
     def fail(self, why: str, error: BaseException | None = None) -> None:
         """Something is wrong. The world stops before its next turn."""
