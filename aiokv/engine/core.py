@@ -17,7 +17,7 @@ from aiokv.device.base import Event, Stream
 from aiokv.device.cache import KVCache
 from aiokv.device.poller import CompletionPoller
 from aiokv.engine.leases import BlockLeases, Lease
-from aiokv.engine.movement import Mover
+from aiokv.engine.mover import Mover
 from aiokv.engine.peer import Peers
 from aiokv.engine.statistics import Statistics
 from aiokv.engine.transfer import Fetch, Offer

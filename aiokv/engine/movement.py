@@ -1,37 +1,20 @@
-"""Moves the bytes of parts: from the table's decisions to submitted copies, and back.
-
-For each part that both sides agreed on there is one movement: its plan, what of it is still
-missing, and what is in flight. Chunks are taken from the scheduler and submitted to links, one
-at a time and never for longer than the device's budget in one turn of the loop; completions are
-reported to the table. Nothing here waits.
-"""
+"""What a part's bytes are while they move: what is still missing, and what is in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from aiokv.device.base import Event, Stream
-from aiokv.device.cache import KVCache
-from aiokv.device.poller import CompletionPoller
-from aiokv.errors import AiokvError, DeviceError, PeerLostError
-from aiokv.proto.parts import State
-from aiokv.proto.plan import Chunk, CopyPlan, Side, plan_copy
-from aiokv.proto.schedule import ChunkScheduler
-from aiokv.proto.session import Session
-from aiokv.proto.settings import Settings
-from aiokv.proto.table import Table
+from aiokv.device.base import Buffer, Event, Stream
+from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.proto.transfers import Fetching, Part
 from aiokv.transports.base import Link, PartId
 
-__all__ = ["Mover"]
-
-#: Streams that copies are spread over; parts on different streams don't wait for each other.
-_STREAMS = 4
+__all__ = ["Flow", "Movement"]
 
 
 @dataclass(eq=False, slots=True)
-class _Flow:
+class Flow:
     """What goes over one link."""
 
     link: Link
@@ -46,11 +29,11 @@ class _Flow:
 
 
 @dataclass(eq=False, slots=True)
-class _Movement:
+class Movement:
     """One part's bytes."""
 
     part: Part
-    flow: _Flow
+    flow: Flow
     plan: CopyPlan
     stream: Stream
     #: Bytes of each layer that are not in place yet.
@@ -59,6 +42,7 @@ class _Movement:
     unsubmitted: list[int]
     #: Submitted chunks that have not completed.
     in_flight: int = 0
+    #: Nothing more is submitted, and what completes changes nothing.
     stopped: bool = False
     #: Chunks that are not read before the lease is confirmed.
     held_back: list[Chunk] = field(default_factory=list)
@@ -67,317 +51,29 @@ class _Movement:
 
     @property
     def id(self) -> PartId:
+        """What the part is called on its link."""
         return self.part.transfer.key
 
     @property
     def link(self) -> Link:
+        """The path that the bytes take."""
         return self.flow.link
 
-
-class Mover:
-    """The data plane of one engine.
-
-    Args:
-        table: The transfer table; told what landed, failed and became quiet.
-        cache: This engine's registered memory.
-        poller: Turns device events into calls.
-        clock: The time (ns).
-        settings: Sizes.
-        wake: Asks for another turn.
-        moved: Told of each chunk that completed: its part, its bytes, and whether its layer is through.
-        submitted: Told when all of a layer of a part was submitted, with the event that covers it.
-    """
-
-    def __init__(
-        self,
-        table: Table,
-        cache: KVCache,
-        poller: CompletionPoller,
-        *,
-        clock: Callable[[], int],
-        settings: Settings,
-        wake: Callable[[], None],
-        moved: Callable[[Part, int, bool], None],
-        submitted: Callable[[Part, int, Event], None],
-    ) -> None:
-        self._table = table
-        self._cache = cache
-        self._poller = poller
-        self._clock = clock
-        self._settings = settings
-        self._wake = wake
-        self._moved = moved
-        self._submitted = submitted
-        self._scheduler: ChunkScheduler[_Flow, Part] = ChunkScheduler(settings.window_bytes)
-        self._movements: dict[Part, _Movement] = {}
-        self._flows: dict[int, _Flow] = {}  # by the identity of the link
-        #: Movements with chunks that wait for a lease to be confirmed.
-        self._leasing: dict[Session, dict[_Movement, None]] = {}
-        self._streams = [cache.device.stream() for _ in range(_STREAMS)]
-        self._turn = 0
-        #: Submitted chunks that have not completed, over all parts.
-        self.in_flight = 0
-
     @property
-    def movements(self) -> int:
-        """Parts that have a plan and have not ended."""
-        return len(self._movements)
+    def priority(self) -> int:
+        """Of a fetch; a producer serves all alike."""
+        return self.part.transfer.priority if isinstance(self.part.transfer, Fetching) else 0
 
-    # -- what the table asks for
-
-    def start(self, part: Part, link: Link, after: Event | None = None) -> int:
-        """Both block lists of a part are known: make its plan.
-
-        Args:
-            part: The part.
-            link: The path its bytes take.
-            after: At a consumer: point on the caller's stream that the writes have to wait for.
+    def submit(self, chunk: Chunk, buffers: Sequence[Buffer]) -> Event:
+        """Read a chunk into this engine's buffers (consumer), or send it from them (producer).
 
         Returns:
-            Bytes that the part moves.
+            An event that is done when nothing of the chunk is in flight any more at this end.
 
         Raises:
-            AiokvError, ValueError: The two block lists don't fit together.
+            PeerLostError: The link is lost.
+            DeviceError: It could not be submitted.
         """
-        transfer, session = part.transfer, part.session
-        if session is None or session.hello is None:
-            raise PeerLostError(f"{part}: the session is gone")
-        mine = Side(layout=self._cache.layout, placement=self._cache.placement, blocks=transfer.blocks)
-        theirs = Side(layout=session.hello.layout, placement=session.hello.placement, blocks=part.peer_blocks)
-        src, dst = (mine, theirs) if part.role == "producer" else (theirs, mine)
-        plan = plan_copy(src, dst, first_token=part.first_token, tokens=part.tokens, heads=part.heads)
-        self._turn += 1
-        stream = self._streams[self._turn % _STREAMS]
-        if after is not None:
-            stream.wait(after)
-        flow = self._flow(link)
-        if part.role == "producer" and not part.one_sided and not flow.listening:
-            flow.listening = True
-            link.on_writable(lambda: self._writable(flow))
-        flow.parts += 1
-        sizes = [plan.nbytes(layer) for layer in plan.layers]
-        movement = _Movement(part, flow, plan, stream, sizes, sizes.copy())
-        self._movements[part] = movement
-        if part.role == "consumer":
-            if not part.one_sided:
-                link.expect(movement.id, plan, self._cache.buffers, self._receiver(movement))
-            empty = sum(1 << layer for layer, left in enumerate(movement.missing) if not left)
-            if empty:
-                self._table.consumer.copied(part, empty)
-        return plan.total
-
-    def move(self, part: Part, mask: int) -> None:
-        """Layers may be copied from (consumer), or sent (producer)."""
-        movement = self._movements.get(part)
-        if movement is None or movement.stopped:
-            return
-        for layer in _layers(mask):
-            if movement.missing[layer]:
-                chunks = movement.plan.chunks(layer, self._settings.chunk_bytes)
-                self._scheduler.add(movement.flow, part, chunks, _priority(part))
-        self._wake()
-
-    def stop(self, part: Part, link: Link | None) -> None:
-        """Submit nothing more of a part; the table hears when nothing is in flight.
-
-        Args:
-            part: The part.
-            link: The link to its producer, at a consumer, as long as there is one.
-        """
-        movement = self._movements.get(part)
-        if movement is None:
-            if part.role == "consumer" and not part.one_sided and link is not None:
-                link.forget(part.transfer.key)  # the producer may have begun to send
-            self._table.ledger.quiet(part)
-            return
-        movement.stopped = True
-        movement.held_back.clear()
-        movement.unconfirmed.clear()
-        self._scheduler.drop(part)
-        if part.role == "consumer" and not part.one_sided:
-            movement.link.forget(movement.id)
-        if not movement.in_flight:
-            self._table.ledger.quiet(part)
-
-    def cut(self, part: Part) -> None:
-        """At a producer that sends: the consumer takes nothing. What the link was given is taken back."""
-        movement = self._movements.get(part)
-        if movement is not None:
-            movement.link.close()
-
-    def forget(self, part: Part) -> None:
-        """The part ended."""
-        movement = self._movements.pop(part, None)
-        if movement is not None:
-            self._scheduler.drop(part)
-            if part.session in self._leasing:
-                self._leasing[part.session].pop(movement, None)
-                if not self._leasing[part.session]:
-                    del self._leasing[part.session]
-            movement.flow.parts -= 1
-            self._drop_flow(movement.flow)
-
-    def retire(self, link: Link) -> None:
-        """The link's session is over: close it, once nothing in flight uses it."""
-        flow = self._flow(link)
-        flow.retired = True
-        self._drop_flow(flow)
-
-    def _flow(self, link: Link) -> _Flow:
-        flow = self._flows.get(id(link))
-        if flow is None:
-            flow = self._flows[id(link)] = _Flow(link)
-        return flow
-
-    def _drop_flow(self, flow: _Flow) -> None:
-        if flow.retired and not flow.in_flight and not flow.parts:
-            flow.link.close()
-            self._scheduler.unblock(flow)
-            self._flows.pop(id(flow.link), None)
-
-    def lease_extended(self, session: Session) -> None:
-        """A producer confirmed its lease: what was held back for it may go on."""
-        # When it said so, it still held the blocks, or its ABORT would have come before.
-        vouched = session.lease_held - self._settings.lease_ns
-        for movement in self._leasing.pop(session, {}):
-            for chunk in movement.held_back:
-                self._scheduler.put_back(movement.flow, movement.part, chunk, _priority(movement.part))
-            movement.held_back.clear()
-            late, movement.unconfirmed = movement.unconfirmed, []
-            for when, chunk in late:
-                if when <= vouched:
-                    self._landed(movement, chunk.layer, chunk.nbytes)
-                else:
-                    self._doubt(movement, when, chunk, session)
-        self._wake()
-
-    # -- one turn
-
-    def submit(self) -> bool:
-        """Submit chunks for as long as the device's budget allows.
-
-        Returns:
-            Whether chunks are left that could go now: another turn is wanted.
-        """
-        if not self._scheduler:
-            return False
-        until = self._clock() + int(self._cache.device.budget_s * 1e9)
-        while (taken := self._scheduler.take()) is not None:
-            part, chunk = taken
-            self._submit(self._movements[part], chunk)
-            if self._clock() >= until:
-                return bool(self._scheduler)
-        return False
-
-    def _submit(self, movement: _Movement, chunk: Chunk) -> None:
-        part = movement.part
-        session = part.session
-        if part.role == "consumer" and session is not None and self._clock() >= session.lease_held:
-            # Read now, the bytes may be another request's already.
-            self._scheduler.finished(chunk.nbytes)
-            if not movement.held_back:
-                session.ask()
-            movement.held_back.append(chunk)
-            self._leasing.setdefault(session, {})[movement] = None
-            return
-        try:
-            if part.role == "consumer":
-                event = movement.link.read(movement.plan, chunk, self._cache.buffers, stream=movement.stream)
-            elif movement.link.writable:
-                event = movement.link.send(
-                    movement.id, movement.plan, chunk, self._cache.buffers, stream=movement.stream
-                )
-            else:
-                self._scheduler.finished(chunk.nbytes)
-                self._scheduler.put_back(movement.flow, part, chunk, _priority(part))
-                self._scheduler.block(movement.flow)
-                return
-        except AiokvError as error:
-            self._scheduler.finished(chunk.nbytes)
-            self._table.fail(part, error)
-            return
-        movement.in_flight += 1
-        movement.flow.in_flight += 1
-        self.in_flight += 1
-        movement.unsubmitted[chunk.layer] -= chunk.nbytes
-        if not movement.unsubmitted[chunk.layer]:
-            self._submitted(part, chunk.layer, event)  # the stream is in order: it covers the layer
-        try:
-            finished = event.done()
-        except DeviceError as error:
-            self._completed(movement, chunk, error)
-            return
-        if finished:
-            self._completed(movement, chunk, None)
-        else:
-            # A link takes what it sends in order, whatever stream that was ready on; and one that
-            # takes nothing must hold up no other's completions.
-            order = movement.flow if part.role == "producer" else movement.stream
-            self._poller.watch(event, order, lambda error: self._completed(movement, chunk, error))
-
-    def _completed(self, movement: _Movement, chunk: Chunk, error: AiokvError | None) -> None:
-        part = movement.part
-        movement.in_flight -= 1
-        movement.flow.in_flight -= 1
-        self.in_flight -= 1
-        self._scheduler.finished(chunk.nbytes)
-        self._wake()
-        self._drop_flow(movement.flow)
-        if movement.stopped:
-            if not movement.in_flight:
-                self._table.ledger.quiet(part)
-            return
-        if error is not None:
-            self._table.fail(part, error)
-            return
-        session, now = part.session, self._clock()
-        if part.role == "consumer" and session is not None and now > session.lease_held:
-            self._doubt(movement, now, chunk, session)
-            return
-        self._landed(movement, chunk.layer, chunk.nbytes)
-
-    def _doubt(self, movement: _Movement, when: int, chunk: Chunk, session: Session) -> None:
-        """A chunk was read after the time that the producer vouched for.
-
-        It counts once the producer says that it still holds the blocks. It is not read again: the
-        caller may have enqueued work on it by then, as ``layer_ordered`` allows.
-        """
-        if not movement.unconfirmed:
-            session.ask()
-        movement.unconfirmed.append((when, chunk))
-        self._leasing.setdefault(session, {})[movement] = None
-
-    def _landed(self, movement: _Movement, layer: int, nbytes: int) -> None:
-        part = movement.part
-        movement.missing[layer] -= nbytes
-        self._moved(part, nbytes, not movement.missing[layer])
-        if part.role == "consumer" and not movement.missing[layer]:
-            self._table.consumer.copied(part, 1 << layer)
-
-    # -- two-sided links
-
-    def _receiver(self, movement: _Movement) -> Callable[[int, int], None]:
-        def landed(layer: int, nbytes: int) -> None:
-            if not movement.stopped and movement.part.state in (State.GRANTED, State.MOVING):
-                self._table.consumer.moving(movement.part)
-                self._landed(movement, layer, nbytes)
-                self._wake()
-
-        return landed
-
-    def _writable(self, flow: _Flow) -> None:
-        self._scheduler.unblock(flow)
-        self._wake()
-
-
-def _priority(part: Part) -> int:
-    """Of a fetch; a producer serves all alike."""
-    return part.transfer.priority if isinstance(part.transfer, Fetching) else 0
-
-
-def _layers(mask: int) -> Iterator[int]:
-    """The bits of a mask, lowest first."""
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+        if self.part.role == "consumer":
+            return self.link.read(self.plan, chunk, buffers, stream=self.stream)
+        return self.link.send(self.id, self.plan, chunk, buffers, stream=self.stream)
