@@ -9,14 +9,16 @@ of the loop goes out together.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from aiokv.control.base import Channel
-from aiokv.device.base import Event, Stream
+from aiokv.device.base import Event
 from aiokv.device.cache import KVCache
 from aiokv.device.poller import CompletionPoller
-from aiokv.engine.leases import BlockLeases, Lease
+from aiokv.engine.accepted import AcceptedLinks
+from aiokv.engine.alarm import Alarm
+from aiokv.engine.announcements import Announcements
+from aiokv.engine.leases import BlockLeases, Lease, written
 from aiokv.engine.mover import Mover
 from aiokv.engine.peer import Peers
 from aiokv.engine.statistics import Statistics
@@ -25,7 +27,6 @@ from aiokv.errors import AiokvError, DeviceError, InvalidBlocks, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Message
 from aiokv.proto.parts import State
-from aiokv.proto.plan import GroupBlocks
 from aiokv.proto.session import Identity, Phase, Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.table import Table
@@ -34,11 +35,6 @@ from aiokv.transports.base import Link, Transport
 
 __all__ = ["Core"]
 
-#: A timer that comes this late may have kept input waiting; that is read before any verdict.
-_LATE_NS = 20_000_000
-#: How long the input then gets to be read.
-_READ_INPUT_NS = 5_000_000
-
 
 class Core:
     """The working parts of one open engine. Belongs to its loop's thread, but for ``layer_ready``.
@@ -46,7 +42,7 @@ class Core:
     Args:
         me: Who this engine is.
         cache: The registered memory.
-        channel: The control channel, started; its frames go to ``on_frame``.
+        channel: The control channel, started; its frames go to ``peers.receive``.
         transports: The transports that can be used, best first, started.
         settings: Timers and bounds.
         clock: The time (ns).
@@ -92,7 +88,17 @@ class Core:
             retire=self.mover.retire,
             wake=self.wake,
         )
-        self._transports = {transport.name: transport for transport in transports}
+        self._accepted = AcceptedLinks(transports, self._on_accepted_lost)
+        self._announced = Announcements(
+            self.loop, cache.device, self.poller, ready=self._on_ready, failed=self._on_never_ready
+        )
+        self._alarm = Alarm(
+            self.loop,
+            clock,
+            patience_ns=settings.liveness_ns // 3,
+            late=self.peers.forgive,
+            due=self._on_time,
+        )
         #: What the caller holds of each transfer, and the blocks that the transfer holds.
         self._handles: dict[Transfer, Offer | Fetch] = {}
         self._held: dict[Transfer, Lease] = {}
@@ -101,19 +107,10 @@ class Core:
         #: Transfers with a part that never became quiet, and the leases of those that ended so.
         self._unsure: set[Transfer] = set()
         self._quarantined: list[Lease] = []
-        #: Producer: whose parts use an accepted link.
-        self._accepted: dict[bytes, tuple[Session, Link]] = {}
-        #: Layers said to be ready, by any thread, that the loop has not looked at yet.
-        self._announced: deque[tuple[Offer, int, Stream, Event]] = deque()
-        self._announced_woke = False
         self._turn_wanted = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0
-        #: Until when input is read after a timer that came late; 0 where none did (ns).
-        self._reading_until = 0
         self._closed = False
         self._ended = dict.fromkeys((State.LANDED.value, State.FAILED.value, State.ABORTED.value), 0)
-        self._received = self._sent = self._turns = self._lag = 0
+        self._received = self._sent = self._turns = 0
 
     @property
     def layout(self) -> CacheLayout:
@@ -128,8 +125,8 @@ class Core:
     def close(self) -> None:
         """Stop: no turn and no callback comes any more."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._alarm.cancel()
+        self._announced.close()
         self.peers.close()
         self.poller.close()
 
@@ -148,7 +145,7 @@ class Core:
     def begin_fetch(self, fetch: Fetch, fetching: Fetching, sources: Sequence[Session], parts: int) -> None:
         """Take the blocks and register the fetch; nothing is taken if that fails."""
         after = fetch.stream.record()  # it may raise, so before anything is taken
-        lease = self.leases.take(_written(fetching, self.layout), write=True)
+        lease = self.leases.take(written(fetching, self.layout), write=True)
         try:
             self.table.consumer.fetch(fetching, sources, parts, self.clock())
         except BaseException:
@@ -172,49 +169,8 @@ class Core:
         return self.table.ledger.explain(part, self.clock())
 
     def layer_ready(self, offer: Offer, layer: int, stream: object | None) -> None:
-        """From any thread: note a layer, and wake the loop once for all that are noted by then."""
-        adopted = self.cache.device.adopt(stream)
-        self._announced.append((offer, layer, adopted, adopted.record()))
-        if not self._announced_woke:
-            self._announced_woke = True
-            try:
-                self.loop.call_soon_threadsafe(self._on_announced)
-            except RuntimeError:  # the loop is closed, and the transfer with it
-                return
-
-    def _on_announced(self) -> None:
-        # The flag falls first: what is noted after this line wakes the loop again.
-        self._announced_woke = False
-        ready: dict[Offer, int] = {}
-        while self._announced:
-            offer, layer, stream, event = self._announced.popleft()
-            if self._closed or offer.done():
-                continue
-            try:
-                done = event.done()
-            except DeviceError as error:
-                self.abort(offer.transfer, error, "failed")
-                continue
-            if done:
-                ready[offer] = ready.get(offer, 0) | 1 << layer
-            else:
-                self._watch_ready(offer, layer, stream, event)
-        for offer, mask in ready.items():
-            self._ready(offer, mask)
-
-    def _watch_ready(self, offer: Offer, layer: int, stream: Stream, event: Event) -> None:
-        def done(error: DeviceError | None) -> None:
-            if error is not None:
-                self.abort(offer.transfer, error, "failed")
-            else:
-                self._ready(offer, 1 << layer)
-
-        self.poller.watch(event, stream, done)
-
-    def _ready(self, offer: Offer, mask: int) -> None:
-        self.table.producer.layers_ready(offer.transfer, mask)
-        offer.changed()
-        self.wake()
+        """From any thread: a layer is written, as of what is enqueued on the stream."""
+        self._announced.add(offer, layer, stream)
 
     # -- what comes from the peers
 
@@ -227,10 +183,7 @@ class Core:
 
     def _on_session_ended(self, session: Session, error: AiokvError, certain: bool) -> None:
         self.table.lost(session, error, certain=certain)
-        # What it was to be sent is read no more, and who could still read here is told.
-        for owner, link in list(self._accepted.values()):
-            if owner is session:
-                link.close()
+        self._accepted.close(session)
 
     def _on_linked(self, session: Session, error: AiokvError | None) -> None:
         for part in self.table.parts_of(session):
@@ -253,6 +206,19 @@ class Core:
             self._received += nbytes
         else:
             self._sent += nbytes
+
+    def _on_ready(self, offer: Offer, mask: int) -> None:
+        self.table.producer.layers_ready(offer.transfer, mask)
+        offer.changed()
+        self.wake()
+
+    def _on_never_ready(self, offer: Offer, error: DeviceError) -> None:
+        self.abort(offer.transfer, error, "failed")
+
+    def _on_accepted_lost(self, session: Session, link: Link, text: str) -> None:
+        if not self._closed:
+            self.peers.link_lost(session, text, certain=True)
+            self.mover.retire(link)
 
     def _on_submitted(self, part: Part, layer: int, event: Event) -> None:
         handle = self._handles.get(part.transfer)
@@ -281,7 +247,9 @@ class Core:
             self.peers.flush()
             self._act()
         finally:
-            self._set_timer()  # whatever happens: deadlines hold
+            times = (self.table.next_timer(), self.peers.next_timer())
+            # Set whatever happens: deadlines hold.
+            self._alarm.set(min((each for each in times if each is not None), default=None))
 
     def _act(self) -> None:
         """Do what the table wants done, also what comes of doing it."""
@@ -359,26 +327,7 @@ class Core:
             if peer.link is None:
                 raise PeerLostError(f"{part}: the link is gone")
             return peer.link
-        transport = self._transports.get(part.link)
-        link = transport.accepted(part.link_id) if transport is not None else None
-        if transport is None or link is None or link.lost:
-            raise PeerLostError(f"{part}: there is no such {part.link} link")
-        if transport.one_sided is not part.one_sided:
-            raise PeerLostError(f"{part}: the grant's block list doesn't fit {part.link}")
-        owner, _ = self._accepted.get(part.link_id, (session, link))
-        if part.link_id not in self._accepted:
-            self._accepted[part.link_id] = session, link
-            link.on_lost(lambda: self._accepted_lost(part.link, part.link_id, link))
-        elif owner is not session:
-            raise PeerLostError(f"{part}: the {part.link} link belongs to another session")
-        return link
-
-    def _accepted_lost(self, name: str, link_id: bytes, link: Link) -> None:
-        session, _ = self._accepted.pop(link_id)
-        if not self._closed:
-            text = f"the {name} link from {session.address} is lost"
-            self.peers.link_lost(session, text, certain=True)
-            self.mover.retire(link)
+        return self._accepted.claim(part, session)
 
     def _resolve(self, transfer: Transfer) -> None:
         """All parts ended: the blocks are the caller's again, and whoever waits may know."""
@@ -393,35 +342,7 @@ class Core:
 
     # -- time
 
-    def _set_timer(self) -> None:
-        timers = (self.table.next_timer(), self.peers.next_timer())
-        wanted = min((each for each in timers if each is not None), default=None)
-        now = self.clock()
-        if self._timer is not None:
-            if wanted is not None and (wanted == self._timer_at or self._timer_at <= now):
-                return  # it is set for then, or due already and sees to all that is
-            self._timer.cancel()
-            self._timer, self._reading_until = None, 0
-        if wanted is not None:
-            # 0 is as soon as possible: due now, and not late.
-            self._timer_at = wanted or now
-            # Rounded up to whole milliseconds: a timer that fires early would only be set again.
-            delay = max(0, -(-(self._timer_at - now) // 1_000_000)) / 1000
-            self._timer = self.loop.call_later(delay, self._on_timer)
-
-    def _on_timer(self) -> None:
-        now, first = self.clock(), not self._reading_until
-        late, self._timer = now - (self._reading_until or self._timer_at), None
-        self._lag = max(self._lag, late)
-        if late > self.settings.liveness_ns // 3:
-            self.peers.forgive(now)
-        if late > _LATE_NS and first:
-            # The loop was held, or the process stopped. What peers said meanwhile lies unread; it
-            # is read before anybody is judged by the clock.
-            self._reading_until = now + _READ_INPUT_NS
-            self._timer = self.loop.call_later(_READ_INPUT_NS / 1e9, self._on_timer)
-            return
-        self._reading_until = 0
+    def _on_time(self, now: int) -> None:
         self.table.handle_timer(now)
         self.peers.handle_timer(now)
         self.wake()
@@ -448,17 +369,5 @@ class Core:
             frames_received=self.peers.frames_received,
             frames_stray=self.peers.frames_stray,
             turns=self._turns,
-            loop_lag_max=self._lag / 1e9,
+            loop_lag_max=self._alarm.lag / 1e9,
         )
-
-
-def _written(fetching: Fetching, layout: CacheLayout) -> list[GroupBlocks]:
-    """The blocks that a fetch writes: not those that hold only tokens which are there already."""
-    written = []
-    for listed, group in zip(fetching.blocks, layout.groups, strict=True):
-        skipped = (
-            0 if group.kind == "state" else max(0, fetching.first_token - listed.start) // group.block_size
-        )
-        start = listed.start + skipped * group.block_size
-        written.append(GroupBlocks(start=start, ids=listed.ids[skipped:]))
-    return written

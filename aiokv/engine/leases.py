@@ -13,8 +13,9 @@ import numpy as np
 from aiokv.errors import BusyError, InvalidBlocks
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.plan import GroupBlocks
+from aiokv.proto.transfers import Fetching
 
-__all__ = ["BlockLeases", "Lease"]
+__all__ = ["BlockLeases", "Lease", "written"]
 
 #: A block's count while it is being written.
 _WRITER = -1
@@ -103,3 +104,14 @@ class BlockLeases:
     def held(self) -> int:
         """Blocks that are held now, over all groups."""
         return sum(int(np.count_nonzero(counts)) for counts in self._counts)
+
+
+def written(fetching: Fetching, layout: CacheLayout) -> list[GroupBlocks]:
+    """The blocks that a fetch writes: not those that hold only tokens which are there already."""
+    found = []
+    for listed, group in zip(fetching.blocks, layout.groups, strict=True):
+        skipped = 0
+        if group.kind != "state":
+            skipped = max(0, fetching.first_token - listed.start) // group.block_size
+        found.append(GroupBlocks(start=listed.start + skipped * group.block_size, ids=listed.ids[skipped:]))
+    return found
