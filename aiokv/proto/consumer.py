@@ -79,7 +79,7 @@ class Consumer:
                 part.link, part.link_id = "", b""
             grant = Grant(
                 *fetching.key,
-                remaining_us=max(0, part.deadline - now) // 1000,
+                remaining_us=part.remaining_us(now),
                 link=part.link,
                 link_id=part.link_id,
                 first_token=fetching.first_token,

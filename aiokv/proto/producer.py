@@ -78,11 +78,11 @@ class Producer:
             return
         part.linked = True
         # Said also where it fails at once: a fetch that waits for this offer then hears why it won't come.
-        session.send(Offer(*offering.key, max(0, part.deadline - now) // 1000, offering.trace))
-        found = list(self._ledger.layout.differences(session.hello.layout))
-        if found:
-            text = f"this cache and that of {session.address} differ: " + "; ".join(found)
-            error = LayoutMismatch(f"transfer {offering}: {text}")
+        session.send(Offer(*offering.key, part.remaining_us(now), offering.trace))
+        try:
+            self._ledger.layout.check_compatible(session.hello.layout, session.address)
+        except LayoutMismatch as found:
+            error = LayoutMismatch(f"transfer {offering}: {found}")
             self._ledger.settle(part, Event.FAIL, error, "layout")
 
     def accept(self, part: Part, now: int) -> None:

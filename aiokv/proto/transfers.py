@@ -136,6 +136,10 @@ class Part:
         """Whether the part is over."""
         return self.life.ended
 
+    def remaining_us(self, now: int) -> int:
+        """Microseconds until its deadline, as deadlines travel: clocks of two hosts don't compare."""
+        return max(0, self.deadline - now) // 1000
+
     def __str__(self) -> str:
         peer = self.session.address if self.session else "nobody yet"
         return f"part of {self.transfer} with {peer} ({self.role}, {self.state.value})"
