@@ -1,4 +1,4 @@
-"""Tables and sessions under anything in any order: whatever happens, each part ends once and nobody reads on."""
+"""Tables and sessions under anything in any order: each part ends once, and nobody reads on."""
 
 from __future__ import annotations
 
