@@ -112,7 +112,8 @@ class Peers:
         self._streams = itertools.count(1)
         self._peers: dict[str, Peer] = {}
         self._sessions: dict[int, Peer] = {}  # by the number of our stream
-        self._by_incarnation: dict[bytes, Session] = {}
+        #: Sessions that are up, by the peer's incarnation and the number of its stream.
+        self._up_with: dict[bytes, dict[int, Session]] = {}
         self._talking: dict[Session, None] = {}  # sessions with something to send
         self._timed: dict[Session, None] = {}  # sessions that have a timer
         #: Tasks that open links.
@@ -147,8 +148,10 @@ class Peers:
         return [peer.session for peer in self._sessions.values() if peer.session is not None]
 
     def _peer(self, address: str) -> Peer:
-        peer = self._peers.get(address)
-        if peer is None:
+        peer = self._peers.pop(address, None)
+        if peer is not None:
+            self._peers[address] = peer  # last: the one not used for longest gives way first
+        else:
             if address == self._me.hello.address:
                 raise ValueError(f"{address} is this engine itself; it has nothing to fetch from itself")
             if len(self._peers) >= self._settings.peers:
@@ -191,13 +194,11 @@ class Peers:
         if not frame.seq:
             self._outside(frame)
             return
-        session = self._by_incarnation.get(frame.src)
+        session = self._up_with.get(frame.src, {}).get(frame.mine)
         if frame.dst and frame.dst != self._me.incarnation:
             self._reset(frame, "incarnation", "the engine that this was meant for is gone")
-        elif session is None or session.theirs < frame.mine:
+        elif session is None:
             self._reset(frame, "session", "this session is not known here")
-        elif session.theirs > frame.mine:
-            self._stray("late frame of an earlier session from %s", frame.reply)
         else:
             self._within(session, frame)
 
@@ -248,18 +249,28 @@ class Peers:
         except (ValueError, CapacityError) as error:
             self._stray("HELLO from %s: %s", frame.reply, error)
             return
-        session = self._by_incarnation.get(frame.src)
-        if session is not None and session.theirs >= frame.mine:
-            if session.theirs == frame.mine:
-                session.receive_hello(frame, hello, self._clock())  # said twice
+        others = self._up_with.get(frame.src, {})
+        if frame.mine in others:
+            others[frame.mine].receive_hello(frame, hello, self._clock())  # said twice
             return
-        if session is not None:
-            self.end(session, PeerLostError(f"{hello.address} began a new session"))
+        if others and frame.mine < max(others):
+            return  # of an earlier session; it comes late
+        for other in others.values():
+            # The peer gave those up, and says so when asked. Or it calls us by several names, and
+            # doesn't know that they are one engine's: then all go on.
+            other.ask()
         session = peer.session
         if session is not None and session.theirs:
-            # Another life of whoever lived here. The old one may still run, behind a NAT say, so
-            # its death is not certain; its links say more.
-            self.end(session, PeerLostError(f"{hello.address} was restarted"))
+            if session.incarnation != frame.src:
+                # Another life of whoever lived here. The old one may still run, behind a NAT say,
+                # so its death is not certain; its links say more.
+                for old in list(self._up_with.get(session.incarnation, {}).values()):
+                    self.end(old, PeerLostError(f"{hello.address} was restarted"))
+            elif frame.yours:
+                self._reset(frame, "session", "this session is another stream's here")
+                return
+            else:
+                peer = self._peers[hello.address] = Peer(peer.address, peer.port)
             session = None
         if session is not None and frame.yours not in (0, session.mine):
             return  # answers an earlier greeting of ours; the answer to the current one will come
@@ -270,7 +281,7 @@ class Peers:
             session = self._begin(peer)
         session.receive_hello(frame, hello, self._clock())
         if session.phase is Phase.UP:
-            self._by_incarnation[frame.src] = session
+            self._up_with.setdefault(frame.src, {})[frame.mine] = session
             self._peers.setdefault(hello.address, peer)
             self._up(session)
         elif session.error is not None:
@@ -359,8 +370,11 @@ class Peers:
 
     def _finish(self, session: Session, error: AiokvError, *, certain: bool) -> None:
         peer = self._sessions.pop(session.mine, None)
-        if self._by_incarnation.get(session.incarnation) is session:
-            del self._by_incarnation[session.incarnation]
+        others = self._up_with.get(session.incarnation, {})
+        if others.get(session.theirs) is session:
+            del others[session.theirs]
+            if not others:
+                del self._up_with[session.incarnation]
         if peer is not None and peer.session is session:
             peer.session = None
             if peer.opening is not None:
