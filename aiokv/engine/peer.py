@@ -249,16 +249,35 @@ class Peers:
         except (ValueError, CapacityError) as error:
             self._stray("HELLO from %s: %s", frame.reply, error)
             return
+        if self._was_heard(frame, hello):
+            return
+        session = self._greeted(frame, hello, peer)
+        if session is None:
+            return
+        session.receive_hello(frame, hello, self._clock())
+        if session.phase is Phase.UP:
+            self._up_with.setdefault(frame.src, {})[frame.mine] = session
+            self._peers.setdefault(hello.address, self._sessions[session.mine])
+            self._up(session)
+        elif session.error is not None:
+            self._reset(frame, "version", str(session.error))
+            self._finish(session, session.error, certain=False)
+
+    def _was_heard(self, frame: Frame, hello: Hello) -> bool:
+        """Whether a greeting is of a session that is up, or of one before; if not, those are asked."""
         others = self._up_with.get(frame.src, {})
         if frame.mine in others:
-            others[frame.mine].receive_hello(frame, hello, self._clock())  # said twice
-            return
-        if others and frame.mine < max(others):
-            return  # of an earlier session; it comes late
-        for other in others.values():
-            # The peer gave those up, and says so when asked. Or it calls us by several names, and
-            # doesn't know that they are one engine's: then all go on.
-            other.ask()
+            others[frame.mine].receive_hello(frame, hello, self._clock())
+        elif not others or frame.mine > max(others):
+            for other in others.values():
+                # The peer gave it up, and says so when asked. Or it calls us by several names, and
+                # doesn't know that they are one engine's: then all go on.
+                other.ask()
+            return False
+        return True
+
+    def _greeted(self, frame: Frame, hello: Hello, peer: Peer) -> Session | None:
+        """The session of ours that a new greeting is for; None if that is over."""
         session = peer.session
         if session is not None and session.theirs:
             if session.incarnation != frame.src:
@@ -266,27 +285,16 @@ class Peers:
                 # so its death is not certain; its links say more.
                 for old in list(self._up_with.get(session.incarnation, {}).values()):
                     self.end(old, PeerLostError(f"{hello.address} was restarted"))
-            elif frame.yours:
-                self._reset(frame, "session", "this session is another stream's here")
-                return
-            else:
+            elif not frame.yours:
                 peer = self._peers[hello.address] = Peer(peer.address, peer.port)
             session = None
-        if session is not None and frame.yours not in (0, session.mine):
-            return  # answers an earlier greeting of ours; the answer to the current one will come
+        if session is None and frame.yours:
+            self._reset(frame, "session", "this session is not known here")
+            return None
         if session is None:
-            if frame.yours:
-                self._reset(frame, "session", "this session is not known here")
-                return
-            session = self._begin(peer)
-        session.receive_hello(frame, hello, self._clock())
-        if session.phase is Phase.UP:
-            self._up_with.setdefault(frame.src, {})[frame.mine] = session
-            self._peers.setdefault(hello.address, peer)
-            self._up(session)
-        elif session.error is not None:
-            self._reset(frame, "version", str(session.error))
-            self._finish(session, session.error, certain=False)
+            return self._begin(peer)
+        # An answer to an earlier greeting of ours is none to the current one, which will come.
+        return session if frame.yours in (0, session.mine) else None
 
     def _on_reset(self, frame: Frame, reset: Reset) -> None:
         peer = self._sessions.get(reset.stream)
