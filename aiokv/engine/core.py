@@ -290,7 +290,10 @@ class Core:
 
     def _connect(self, part: Part) -> None:
         session = part.session
-        if session is None or session.phase is not Phase.UP or part.ended:
+        if session is None or part.ended or session.phase is Phase.CONTACT:
+            return
+        if session.phase is Phase.ENDED:  # between being looked up and being used
+            self.table.fail(part, PeerLostError(f"{part}: {session.error}"))
             return
         if part.role == "producer":
             self.table.producer.connected(part, self.clock())

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
@@ -83,6 +84,8 @@ class TransferEngine:
         self.address = ""
         #: The working parts; None until entered.
         self._core: Core | None = None
+        #: Closes everything; None until that was asked for.
+        self._closing: asyncio.Future[None] | None = None
         #: Rung when a frame came in; closing waits for the peers' acknowledgements.
         self._heard = Bell()
 
@@ -138,10 +141,12 @@ class TransferEngine:
         Ends within the drain bound plus a second, also when peers don't answer. May be called
         twice. Cancelling it doesn't stop it; the cancellation comes out when it is done.
         """
-        if self._state != "open":
+        if self._state == "open":
+            self._state = "closing"
+            self._closing = asyncio.ensure_future(self._close())
+        closing = self._closing
+        if closing is None:
             return
-        self._state = "closing"
-        closing = asyncio.ensure_future(self._close())
         cancelled: asyncio.CancelledError | None = None
         while not closing.done():
             try:
@@ -155,14 +160,16 @@ class TransferEngine:
     async def _close(self) -> None:
         core = self._opened()
         going = core.handles
-        for handle in going:
-            error = ClosedError(f"transfer {handle.transfer}: its engine was closed")
-            core.abort(handle.transfer, error, "closed")
-        for handle in going:
-            await handle.quiet()
-        await self._say_goodbye(core)
-        self._state = "closed"
-        await self._release()
+        try:
+            for handle in going:
+                error = ClosedError(f"transfer {handle.transfer}: its engine was closed")
+                core.abort(handle.transfer, error, "closed")
+            for handle in going:
+                await handle.quiet()
+            await self._say_goodbye(core)
+        finally:
+            self._state = "closed"
+            await self._release()
 
     async def _say_goodbye(self, core: Core) -> None:
         """Wait, for at most a second, until the peers have read the last messages; then say BYE."""
@@ -180,13 +187,14 @@ class TransferEngine:
             core.peers.end(session, ClosedError("this engine was closed"), tell=True)
 
     async def _release(self) -> None:
-        if self._core is not None:
-            tasks = list(self._core.peers.tasks)
-            self._core.close()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        for transport in self._transports:
-            await transport.aclose()
-        await self._channel.aclose()
+        async with AsyncExitStack() as stack:  # from the last to the first, whatever fails
+            stack.push_async_callback(self._channel.aclose)
+            for transport in reversed(self._transports):
+                stack.push_async_callback(transport.aclose)
+            if self._core is not None:
+                tasks = list(self._core.peers.tasks)
+                self._core.close()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def _on_frame(self, data: bytes) -> None:
         if self._core is not None and self._state in ("open", "closing"):

@@ -167,15 +167,15 @@ class _Handle:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
-            self._complete()
-            try:
-                await self.wait()
-            except asyncio.CancelledError as cancelled:
-                await self._give_up(cancelled)
-                raise
-        else:
+        if error is not None:
             await self._give_up(error)
+            return
+        try:
+            self._complete()
+            await self.wait()
+        except BaseException as failure:  # we are cancelled, or layers can't be announced
+            await self._give_up(failure)
+            raise
 
     def _complete(self) -> None:
         """The body of the ``async with`` was left normally."""
@@ -251,8 +251,8 @@ class Offer(_Handle):
             return
         if self._announced >> layer & 1:
             raise LocalProtocolError(f"layer {layer} of transfer {self._transfer} was announced before")
+        self._core.layer_ready(self, layer, stream)  # where that raises it can be said again
         self._announced |= 1 << layer
-        self._core.layer_ready(self, layer, stream)
 
     @property
     def tokens(self) -> int:
@@ -332,6 +332,8 @@ class Fetch(_Handle):
         Raises:
             AiokvError: The transfer failed; layers yielded before are in place all the same.
         """
+        if not self._begun:
+            raise LocalProtocolError(f"transfer {self._transfer} was not begun")
         seen = 0
         everything = (1 << self._core.layout.layers) - 1
         while seen != everything:
@@ -346,6 +348,8 @@ class Fetch(_Handle):
             yield lowest.bit_length() - 1
 
     def _layers(self) -> int:
+        if not self._begun:
+            return 0  # it has no parts yet that could lack some
         landed = (1 << self._core.layout.layers) - 1
         for part in self._transfer.parts:
             if part.state is not State.LANDED:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from aiokv.control.memory import MemoryNetwork
+from aiokv.control.memory import MemoryNetwork, MemoryPort
 from aiokv.device.cache import KVCache
 from aiokv.device.host import HostStream
 from aiokv.engine.core import Core
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.transfer import Offer
-from aiokv.errors import AiokvError, DeviceError, PeerLostError
+from aiokv.errors import AiokvError, CapacityError, ClosedError, DeviceError, PeerLostError
 from aiokv.proto.consumer import Consumer
 from aiokv.proto.layout import CacheLayout
-from aiokv.proto.messages import Landed
+from aiokv.proto.messages import Accept, Landed
 from aiokv.proto.session import Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.transfers import Part
@@ -293,3 +293,176 @@ async def test_a_lease_that_is_extended_concerns_those_who_wait_for_it(
     for fetch in (*fetches, *offers):
         await fetch.wait()
     assert mover._leasing == {}
+
+
+# -- the peer's mistakes, and a peer that doesn't read
+
+
+@pytest.mark.asyncio
+async def test_who_breaks_the_rules_is_given_up_also_if_that_cannot_be_told(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = engines
+    fetch = consumer.fetch("t", [0], sources=[producer.address])
+    fetch.start()
+    while not core_of(producer).table.waiting:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+    def full(self: MemoryPort, frame: bytes) -> None:
+        raise CapacityError("it doesn't read")
+
+    (session,) = core_of(producer).peers.sessions
+    with monkeypatch.context() as patch:
+        session.send(Accept("t", 0, tokens=1, blocks=(), ready=b"", lease=0))
+        core_of(producer).peers.flush()
+        patch.setattr(MemoryPort, "send", full)
+        await failed(fetch, PeerLostError)
+        assert core_of(consumer).peers.sessions == []
+    await moved(producer, consumer, "again")
+
+
+@pytest.mark.asyncio
+async def test_a_session_ends_once_also_if_its_peer_cannot_be_told(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = engines
+    fetch = consumer.fetch("t", [0], sources=[producer.address])
+    fetch.start()
+    while not core_of(producer).table.waiting:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+    def full(self: MemoryPort, frame: bytes) -> None:
+        raise CapacityError("it doesn't read")
+
+    peers = core_of(consumer).peers
+    (session,) = peers.sessions
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryPort, "send", full)
+        peers.end(session, PeerLostError("by the test"), tell=True)
+        await failed(fetch, PeerLostError)
+    assert peers.sessions_lost == 1
+
+
+@pytest.mark.asyncio
+async def test_the_peer_that_was_not_used_for_longest_gives_way(caches: list[KVCache]) -> None:
+    network, hub = MemoryNetwork(), MemoryHub()
+    engines = [
+        TransferEngine(
+            cache,
+            channel=network.channel(f"memory://{name}"),
+            transports=[MemoryTransport(hub)],
+            settings=Settings(peers=2),
+        )
+        for cache, name in zip(caches, "abc", strict=True)
+    ]
+    async with engines[0] as a, engines[1] as b, engines[2] as c, asyncio.timeout(20):
+        peers = core_of(a).peers
+        await moved(b, a, "t0")
+        await moved(c, a, "t1")
+        await moved(b, a, "t2")
+        peers.session("memory://d")
+        assert list(peers._peers) == [b.address, "memory://d"]
+        await moved(b, a, "t3")
+
+
+@pytest.mark.asyncio
+async def test_a_session_that_ended_before_it_is_used_fails_what_uses_it(
+    engines: list[TransferEngine],
+) -> None:
+    producer, consumer, _ = engines
+    await moved(producer, consumer, "before")
+    fetch = consumer.fetch("t", [0], sources=[producer.address])
+    fetch.start()
+    peers = core_of(consumer).peers
+    (session,) = peers.sessions
+    late = consumer.fetch("late", [1], sources=[producer.address])
+    monkey = peers.session
+    peers.session = lambda address: session  # type: ignore[method-assign]
+    peers.end(session, PeerLostError("by the test"))
+    late.start()
+    peers.session = monkey  # type: ignore[method-assign]
+    await failed(late, PeerLostError)
+    await failed(fetch, PeerLostError)
+
+
+# -- leaving and closing
+
+
+@pytest.mark.asyncio
+async def test_an_offer_whose_layers_cannot_be_announced_is_given_up_on_leaving(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = engines
+
+    def broken(self: HostStream) -> None:
+        raise DeviceError("broken")
+
+    offer = producer.offer("t", [0])
+    with monkeypatch.context() as patch:
+        with pytest.raises(DeviceError, match="broken"):
+            async with offer:
+                fetch = consumer.fetch("t", [0], sources=[producer.address])
+                fetch.start()
+                patch.setattr(HostStream, "record", broken)
+        assert offer.done()
+    assert producer.statistics().leases == 0
+    await failed(fetch, AiokvError)
+
+
+@pytest.mark.asyncio
+async def test_a_layer_that_could_not_be_announced_can_be_announced_again(
+    engines: list[TransferEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, consumer, _ = engines
+
+    def broken(self: HostStream) -> None:
+        raise DeviceError("broken")
+
+    offer = producer.offer("t", [0])
+    offer.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(HostStream, "record", broken)
+        with pytest.raises(DeviceError):
+            offer.layer_ready(0)
+    offer.layer_ready(0)
+    offer.layer_ready(1)
+    async with consumer.fetch("t", [0], sources=[producer.address]):
+        pass
+    await offer.wait()
+
+
+@pytest.mark.asyncio
+async def test_who_closes_second_waits_as_the_first_does(engines: list[TransferEngine]) -> None:
+    producer, _, _ = engines
+    offer = producer.offer("t", [0])
+    offer.start()
+    states = []
+
+    async def close() -> None:
+        await producer.aclose()
+        states.append(producer._state)
+
+    await asyncio.gather(close(), close(), close())
+    assert states == ["closed"] * 3
+    await failed(offer, ClosedError)
+
+
+@pytest.mark.asyncio
+async def test_what_fails_in_closing_leaves_nothing_else_open(
+    caches: list[KVCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, transport = MemoryNetwork(), MemoryTransport(MemoryHub())
+    engine = TransferEngine(caches[0], channel=network.channel("memory://a"), transports=[transport])
+    await engine.__aenter__()
+    aclose = transport.aclose
+
+    async def fault() -> None:
+        await aclose()
+        raise DeviceError("broken")
+
+    monkeypatch.setattr(transport, "aclose", fault)
+    with pytest.raises(DeviceError, match="broken"):
+        await engine.aclose()
+    again = network.channel("memory://a")
+    await again.start(lambda _: None)
+    await again.aclose()
