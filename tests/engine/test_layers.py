@@ -32,6 +32,11 @@ async def collect(fetch: Fetch, into: list[int]) -> None:
         into.append(layer)  # noqa: PERF401 - looked at meanwhile
 
 
+def announce(offer: Offer, *layers: int) -> None:
+    for layer in layers:
+        offer.layer_ready(layer)
+
+
 class Crash(Exception):
     """What a model raises."""
 
@@ -135,9 +140,7 @@ async def test_what_a_thread_announces_in_one_turn_wakes_the_loop_once_and_is_to
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
         # The loop stands still meanwhile, so that all of it falls between two of its turns.
         for layers in ((0, 1), (2, 3)):
-            model = threading.Thread(
-                target=lambda layers=layers: [offer.layer_ready(each) for each in layers]
-            )
+            model = threading.Thread(target=announce, args=(offer, *layers))
             model.start()
             model.join()
             await fetch.layer(layers[-1])
@@ -155,7 +158,7 @@ async def test_a_model_in_a_thread_announces_while_the_loop_runs() -> None:
         async with producer.offer("t", [1, 2]) as offer:
             fetch = consumer.fetch("t", [3, 4], sources=[producer.address])
             fetch.start()
-            await asyncio.to_thread(lambda: [offer.layer_ready(layer) for layer in range(4)])
+            await asyncio.to_thread(announce, offer, 0, 1, 2, 3)
         await fetch.wait()
 
 
