@@ -1,0 +1,1 @@
+"""Several readers, several sources, ranks that share out heads differently; priorities."""
