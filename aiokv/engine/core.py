@@ -18,6 +18,7 @@ from aiokv.device.poller import CompletionPoller
 from aiokv.engine.accepted import AcceptedLinks
 from aiokv.engine.alarm import Alarm
 from aiokv.engine.announcements import Announcements
+from aiokv.engine.demultiplexer import Demultiplexer
 from aiokv.engine.leases import BlockLeases, Lease, written
 from aiokv.engine.mover import Mover
 from aiokv.engine.peer import Peers
@@ -42,7 +43,7 @@ class Core:
     Args:
         me: Who this engine is.
         cache: The registered memory.
-        channel: The control channel, started; its frames go to ``peers.receive``.
+        channel: The control channel, started; its frames go to ``demultiplexer.receive``.
         transports: The transports that can be used, best first, started.
         settings: Timers and bounds.
         clock: The time (ns).
@@ -80,12 +81,18 @@ class Core:
             transports,
             settings,
             clock=clock,
-            up=self._on_up,
-            message=self._on_message,
-            lease=self.mover.lease_extended,
             ended=self._on_session_ended,
             linked=self._on_linked,
             retire=self.mover.retire,
+            wake=self.wake,
+        )
+        self.demultiplexer = Demultiplexer(
+            me,
+            self.peers,
+            clock=clock,
+            up=self._on_up,
+            message=self._on_message,
+            lease=self.mover.lease_extended,
             wake=self.wake,
         )
         self._accepted = AcceptedLinks(transports, self._on_accepted_lost)
@@ -369,8 +376,8 @@ class Core:
             sessions=len(self.peers.sessions),
             sessions_lost=self.peers.sessions_lost,
             frames_sent=self.peers.frames_sent,
-            frames_received=self.peers.frames_received,
-            frames_stray=self.peers.frames_stray,
+            frames_received=self.demultiplexer.frames_received,
+            frames_stray=self.demultiplexer.frames_stray,
             turns=self._turns,
             loop_lag_max=self._alarm.lag / 1e9,
         )

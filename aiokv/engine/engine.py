@@ -198,7 +198,7 @@ class TransferEngine:
 
     def _on_frame(self, data: bytes) -> None:
         if self._core is not None and self._state in ("open", "closing"):
-            self._core.peers.receive(data)
+            self._core.demultiplexer.receive(data)
             self._heard.ring()
 
     def _opened(self) -> Core:

@@ -1,0 +1,198 @@
+"""What arrives: each frame is led to the session that it belongs to, or told off where there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from aiokv.engine.peer import Peer, Peers
+from aiokv.errors import CapacityError, PeerLostError, Refused, RemoteProtocolError
+from aiokv.proto.messages import Frame, Hello, Message, Reset, as_text, decode_frame, decode_messages
+from aiokv.proto.session import Identity, Phase, Session
+
+__all__ = ["Demultiplexer"]
+
+_log = logging.getLogger("aiokv")
+
+
+class Demultiplexer:
+    """Takes the frames of one engine's control channel.
+
+    Args:
+        me: This engine.
+        peers: Those who send them.
+        clock: The time (ns).
+        up: Called when a session is up.
+        message: Called for each message of a session that is not the session's own.
+        lease: Called when a session's lease was extended.
+        wake: Asks for another turn.
+    """
+
+    def __init__(
+        self,
+        me: Identity,
+        peers: Peers,
+        *,
+        clock: Callable[[], int],
+        up: Callable[[Session], None],
+        message: Callable[[Session, Message], None],
+        lease: Callable[[Session], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._me = me
+        self._peers = peers
+        self._clock = clock
+        self._up = up
+        self._message = message
+        self._lease = lease
+        self._wake = wake
+        #: Control frames received, and received in vain (malformed, stale, for somebody else).
+        self.frames_received = self.frames_stray = 0
+
+    def receive(self, data: bytes) -> None:
+        """Take one frame from the channel."""
+        self.frames_received += 1
+        self._wake()
+        try:
+            frame = decode_frame(data)
+        except RemoteProtocolError as error:
+            self._stray("%s", error)
+            return
+        if not frame.seq:
+            self._outside(frame)
+            return
+        session = self._peers.sessions_with(frame.src).get(frame.mine)
+        if frame.dst and frame.dst != self._me.incarnation:
+            self._reset(frame, "incarnation", "the engine that this was meant for is gone")
+        elif session is None:
+            self._reset(frame, "session", "this session is not known here")
+        else:
+            self._within(session, frame)
+
+    def _within(self, session: Session, frame: Frame) -> None:
+        """A frame of a session's own stream."""
+        now, held = self._clock(), session.lease_held
+        try:
+            for message in session.receive(frame, now):
+                self._message(session, message)
+        except RemoteProtocolError as error:
+            self._tell_reset(session, "protocol", str(error))
+            self._peers.end(session, error)
+            return
+        except Exception as error:
+            # What was left of the frame is lost, which nothing would mend: somebody would wait for it.
+            self._tell_reset(session, "internal", "a message could not be taken")
+            text = f"a message of {session.address} could not be taken: {error!r}"
+            self._peers.end(session, PeerLostError(text))
+            raise
+        if session.lease_held > max(held, now):  # what is over already helps nobody
+            self._lease(session)
+        if session.farewell:
+            self._peers.end(session, PeerLostError(f"{session.address} closed"))
+
+    # -- what begins and ends streams
+
+    def _outside(self, frame: Frame) -> None:
+        """HELLO or RESET, which begin and end streams."""
+        try:
+            messages = decode_messages(frame)
+        except RemoteProtocolError as error:
+            self._stray("from %s: %s", frame.reply, error)
+            return
+        match messages:
+            case [Hello() as hello]:
+                self._on_hello(frame, hello)
+            case [Reset() as reset]:
+                self._on_reset(frame, reset)
+            case _:
+                self._stray("neither HELLO nor RESET from %s", frame.reply)
+
+    def _on_hello(self, frame: Frame, hello: Hello) -> None:
+        if frame.dst and frame.dst != self._me.incarnation:
+            self._reset(frame, "incarnation", "the engine that this was meant for is gone")
+            return
+        answered = self._peers.by_stream(frame.yours)
+        try:
+            hello.placement.check(hello.layout)
+            # Whom we greeted may call itself otherwise than we called it (localhost, 127.0.0.1).
+            peer = answered or self._peers.at(hello.address)
+        except (ValueError, CapacityError) as error:
+            self._stray("HELLO from %s: %s", frame.reply, error)
+            return
+        if self._was_heard(frame, hello):
+            return
+        session = self._greeted(frame, hello, peer)
+        if session is None:
+            return
+        session.receive_hello(frame, hello, self._clock())
+        if session.phase is Phase.UP:
+            self._peers.note_up(session, hello.address)
+            self._up(session)
+        elif session.error is not None:
+            self._reset(frame, "version", str(session.error))
+            self._peers.finish(session, session.error)
+
+    def _was_heard(self, frame: Frame, hello: Hello) -> bool:
+        """Whether a greeting is of a session that is up, or of one before; if not, those are asked."""
+        others = self._peers.sessions_with(frame.src)
+        if frame.mine in others:
+            others[frame.mine].receive_hello(frame, hello, self._clock())
+        elif not others or frame.mine > max(others):
+            for other in others.values():
+                # The peer gave it up, and says so when asked. Or it calls us by several names, and
+                # doesn't know that they are one engine's: then all go on.
+                other.ask()
+            return False
+        return True
+
+    def _greeted(self, frame: Frame, hello: Hello, peer: Peer) -> Session | None:
+        """The session of ours that a new greeting is for; None if that is over."""
+        session = peer.session
+        if session is not None and session.theirs:
+            if session.incarnation != frame.src:
+                # Another life of whoever lived here. The old one may still run, behind a NAT say,
+                # so its death is not certain; its links say more.
+                for old in list(self._peers.sessions_with(session.incarnation).values()):
+                    self._peers.end(old, PeerLostError(f"{hello.address} was restarted"))
+            elif not frame.yours:
+                peer = self._peers.twin(peer, hello.address)
+            session = None
+        if session is None and frame.yours:
+            self._reset(frame, "session", "this session is not known here")
+            return None
+        if session is None:
+            return self._peers.begin(peer)
+        # An answer to an earlier greeting of ours is none to the current one, which will come.
+        return session if frame.yours in (0, session.mine) else None
+
+    def _on_reset(self, frame: Frame, reset: Reset) -> None:
+        peer = self._peers.by_stream(reset.stream)
+        session = peer.session if peer else None
+        if session is None or (
+            session.incarnation and session.incarnation != frame.src and reset.reason != "incarnation"
+        ):
+            return
+        text = f"{session.address} reset the session ({reset.reason}): {reset.text}"
+        kind = Refused if reset.reason == "version" else PeerLostError
+        self._peers.end(session, kind(text))
+
+    # -- what means nothing here
+
+    def _reset(self, frame: Frame, reason: str, text: str) -> None:
+        """Tell the sender of a frame that its stream means nothing here."""
+        self.frames_stray += 1
+        try:
+            port = self._peers.at(frame.reply).port
+        except (ValueError, CapacityError):
+            return
+        self._peers.send_reset(port, frame.src, Reset(frame.mine, reason, as_text(text)))
+
+    def _tell_reset(self, session: Session, reason: str, text: str) -> None:
+        peer = self._peers.peer_of(session)
+        if peer is not None and session.theirs:
+            reset = Reset(session.theirs, reason, as_text(text))
+            self._peers.send_reset(peer.port, session.incarnation, reset)
+
+    def _stray(self, text: str, *args: object) -> None:
+        self.frames_stray += 1
+        _log.debug("dropped a control frame: " + text, *args)
