@@ -273,6 +273,9 @@ class Mover:
         self._scheduler.finished(chunk.nbytes)
         self._wake()
         self._drop_flow(movement.flow)
+        if isinstance(error, DeviceError) and movement.stream in self._streams:
+            # What comes after a failure on a stream fails, too; so no other part gets this one.
+            self._streams[self._streams.index(movement.stream)] = self._cache.device.stream()
         if movement.stopped:
             if not movement.in_flight:
                 self._table.ledger.quiet(part)
