@@ -1,0 +1,1 @@
+"""The mover: which chunk is submitted when, what completions mean, and when a part is quiet."""
