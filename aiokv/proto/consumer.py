@@ -159,6 +159,11 @@ class Consumer:
             text = f"{part.tokens} tokens are offered, the blocks have room for {fetching.capacity}"
             self._ledger.settle(part, Event.FAIL, InvalidBlocks(f"transfer {fetching}: {text}"))
             return
+        offered = {each.tokens for each in fetching.parts if each.accepted}
+        if len(offered) > 1:  # some heads would lack the last tokens, and nothing would tell
+            text = f"its sources offer different numbers of tokens: {sorted(offered)}"
+            self._ledger.settle(part, Event.FAIL, InvalidBlocks(f"transfer {fetching}: {text}"))
+            return
         self._ledger.act(ActionKind.START, part)
         self._more(part, accept.ready)
 

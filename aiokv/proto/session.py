@@ -264,7 +264,8 @@ class Session:
         """
         if until > now + self._settings.lease_ns + _CLOCKS_NS:
             raise RemoteProtocolError(
-                f"{self.address} gave a lease that ends in {(until - now) / 1e9:.1f} s: its clock is not ours"
+                f"{self.address} gave a lease that ends in {(until - now) / 1e9:.1f} s: "
+                "its clock is not ours, or its lease_ns"
             )
         self.lease_held = max(self.lease_held, until)
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from aiokv.errors import RemoteProtocolError, TransferAborted
+from aiokv.errors import InvalidBlocks, RemoteProtocolError, TransferAborted
+from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Accept, Pong, Ready
 from aiokv.proto.parts import State
 from aiokv.proto.settings import Settings
 from aiokv.testing.tables import Member, Net
 
 SETTINGS = Settings()
+
+#: The shape of a net's members.
+SHAPE: dict[str, Any] = {
+    "layers": 4, "blocks": 16, "block_size": 4, "heads": 4, "head_size": 8, "dtype": "uint8", "model": b"m",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -148,3 +156,24 @@ def test_a_lease_later_than_one_given_now_is_of_another_clock(net: Net, a: Membe
     net.run()
     assert [type(fault) for fault in b.faults] == [RemoteProtocolError]
     assert fetch.resolved
+
+
+# -- sources that don't agree -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [-1, 8])
+def test_sources_that_offer_different_numbers_of_tokens_fail_the_fetch(net: Net, tokens: int) -> None:
+    def half(name: str, first: int) -> Member:
+        return net.add(name, CacheLayout.attention(**SHAPE, rank_heads=(first, first + 2)))
+
+    low, high, whole = half("low", 0), half("high", 2), net.add("whole")
+    offers = [low.offer("t", [0, 1], ready=True), high.offer("t", [0, 1, 2], ready=True)]
+    fetch = whole.fetch("t", [0, 1, 2], sources=[low, high], tokens=tokens)
+    net.run()
+    if tokens < 0:
+        assert isinstance(fetch.error, InvalidBlocks)
+        assert "different numbers of tokens: [8, 12]" in str(fetch.error)
+        assert fetch.resolved
+        assert all(offer.resolved for offer in offers)
+    else:
+        assert fetch.error is None
