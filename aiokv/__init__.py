@@ -7,8 +7,9 @@ sides, and no Python thread on the data path.
 
 from aiokv.device.cache import KVCache
 from aiokv.engine.engine import TransferEngine
+from aiokv.engine.handle import Progress
 from aiokv.engine.statistics import Statistics
-from aiokv.engine.transfer import Fetch, Offer, Progress
+from aiokv.engine.transfer import Fetch, Offer
 from aiokv.errors import (
     AiokvError,
     BusyError,

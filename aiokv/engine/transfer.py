@@ -1,225 +1,33 @@
-"""What a caller holds of a transfer: the producer's ``Offer`` and the consumer's ``Fetch``.
-
-Both are async context managers. Inside, the transfer runs; leaving normally waits until it is
-over; leaving by an exception gives it up on both sides. In either case what comes after the
-``async with`` can use the blocks: nothing in flight touches them any more.
-"""
+"""What a caller holds of a transfer: the producer's ``Offer`` and the consumer's ``Fetch``."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 from aiokv.device.base import Event, Stream
-from aiokv.engine.bell import Bell
-from aiokv.errors import AiokvError, LocalProtocolError, TransferAborted
-from aiokv.proto.layout import CacheLayout
+from aiokv.engine.handle import Handle, Pump
+from aiokv.errors import LocalProtocolError
 from aiokv.proto.parts import State
-from aiokv.proto.transfers import Fetching, Offering, Part, Transfer
+from aiokv.proto.transfers import Fetching, Offering, Part
 
-__all__ = ["Fetch", "Offer", "Progress"]
-
-_log = logging.getLogger("aiokv")
+__all__ = ["Fetch", "Offer"]
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a transfer has got, at one moment."""
-
-    #: Bytes in place (fetch), or handed over (offer on a transport that sends), so far.
-    bytes_moved: int
-    #: Bytes that the transfer moves in all; 0 while that isn't known yet.
-    bytes_total: int
-    #: Layers that are in place (fetch), or announced as ready (offer).
-    layers: int
-    #: Parts by state.
-    parts: dict[str, int]
-
-
-class Pump(Protocol):
-    """What offers and fetches need of their engine's core."""
-
-    @property
-    def layout(self) -> CacheLayout:
-        """Layout of the engine's cache."""
-
-    def abort(self, transfer: Transfer, error: AiokvError, reason: str) -> None:
-        """Give a transfer up on both sides."""
-
-    def explain(self, part: Part) -> str:
-        """What a part waits for, in words."""
+class OfferPump(Pump, Protocol):
+    """What an offer needs of its engine's core besides."""
 
     def layer_ready(self, offer: Offer, layer: int, stream: object | None) -> None:
         """From any thread: a layer is written, as of what is enqueued on the stream."""
 
 
-class _Handle:
-    """What offers and fetches have in common."""
-
-    def __init__(self, core: Pump, transfer: Transfer, begin: Callable[[], None]) -> None:
-        self._core = core
-        self._transfer = transfer
-        self._begin = begin
-        self._bell = Bell()
-        self._begun = False
-        #: It is over here, too: the table resolved it, and the engine gave its blocks back.
-        self._over = False
-        #: Somebody saw how it ended.
-        self._observed = False
-        self.bytes_moved = 0
-        self.bytes_total = 0
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._transfer} {self.explain()}>"
-
-    def __del__(self) -> None:
-        # As asyncio does for a task whose exception nobody retrieved.
-        if self._begun and not self._observed and self._transfer.error is not None:
-            _log.error("%s of %s failed and nobody saw: %s", type(self).__name__, self._transfer, self.error)
-
-    @property
-    def transfer(self) -> Transfer:
-        """The table's record; for the engine, which alone may change it."""
-        return self._transfer
-
-    @property
-    def transfer_id(self) -> str:
-        """The id that the router or caller issued."""
-        return self._transfer.tid
-
-    @property
-    def attempt(self) -> int:
-        """Which attempt at this id it is."""
-        return self._transfer.attempt
-
-    @property
-    def error(self) -> AiokvError | None:
-        """Why the transfer failed, as far as it has; None while all is well."""
-        return self._transfer.error
-
-    @property
-    def progress(self) -> Progress:
-        """How far it has got."""
-        parts: dict[str, int] = {}
-        for part in self._transfer.parts:
-            parts[part.state.value] = parts.get(part.state.value, 0) + 1
-        return Progress(self.bytes_moved, self.bytes_total, self._layers().bit_count(), parts)
-
-    def _layers(self) -> int:
-        raise NotImplementedError
-
-    def explain(self) -> str:
-        """One line for a person: what each part waits for, and for how long it still may."""
-        if not self._begun:
-            return "not begun"
-        return "; ".join(self._core.explain(part) for part in self._transfer.parts)
-
-    def done(self) -> bool:
-        """Whether the transfer is over, and its blocks quiet and given back. Never blocks."""
-        return self._over
-
-    def start(self) -> None:
-        """Begin without ``async with``; then ``wait`` (or ``cancel`` and ``wait``) ends it.
-
-        Raises:
-            LocalProtocolError: It was begun before.
-            InvalidBlocks, BusyError, CapacityError, ClosedError: It can't begin; nothing was taken.
-        """
-        if self._begun:
-            raise LocalProtocolError(f"transfer {self._transfer} was begun before")
-        self._begin()
-        self._begun = True
-
-    def cancel(self, reason: str = "cancelled") -> None:
-        """Give the transfer up on both sides. Never blocks; ``wait`` tells when it is quiet."""
-        error = TransferAborted(f"transfer {self._transfer}: {reason} here")
-        self._core.abort(self._transfer, error, "cancelled")
-
-    async def wait(self) -> None:
-        """Wait until the transfer is over and nothing in flight touches its blocks.
-
-        Any number of tasks may wait; cancelling one of them changes nothing for the transfer.
-
-        Raises:
-            AiokvError: The transfer failed; which error says why.
-        """
-        if not self._begun:
-            raise LocalProtocolError(f"transfer {self._transfer} was not begun")
-        await self.quiet()
-        self._raise()
-
-    def _raise(self) -> None:
-        self._observed = True
-        if self._transfer.error is not None:
-            raise _again(self._transfer.error)
-
-    async def __aenter__(self) -> Self:
-        self.start()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            await self._give_up(error)
-            return
-        try:
-            self._complete()
-            await self.wait()
-        except BaseException as failure:  # we are cancelled, or layers can't be announced
-            await self._give_up(failure)
-            raise
-
-    def _complete(self) -> None:
-        """The body of the ``async with`` was left normally."""
-
-    async def _give_up(self, error: BaseException) -> None:
-        """Abort, and come back only once the blocks are quiet, however often we are cancelled."""
-        self._observed = True
-        cancelled = isinstance(error, asyncio.CancelledError)
-        if not self._transfer.resolved:
-            what = "cancelled" if cancelled else f"{type(error).__name__}: {error}"
-            abort = TransferAborted(f"transfer {self._transfer}: {what}")
-            self._core.abort(self._transfer, abort, "cancelled" if cancelled else "failed")
-        again: asyncio.CancelledError | None = None
-        while not self._over:
-            try:
-                await self.quiet()
-            except asyncio.CancelledError as more:
-                again = more
-        if again is not None and not cancelled:
-            raise again
-
-    async def quiet(self) -> None:
-        """Wait until nothing in flight touches the transfer's blocks, however it ended."""
-        while not self._over:
-            await self._bell.wait()
-
-    # -- called by the engine
-
-    def over(self) -> None:
-        """The blocks are the caller's again."""
-        self._over = True
-        self._bell.ring()
-
-    def changed(self) -> None:
-        """Something that a waiter may wait for has happened."""
-        self._bell.ring()
-
-
-class Offer(_Handle):
+class Offer(Handle):
     """The producer's side of a transfer; made by ``TransferEngine.offer``."""
 
+    _core: OfferPump
     _transfer: Offering
 
-    def __init__(self, core: Pump, transfer: Offering, begin: Callable[[], None]) -> None:
+    def __init__(self, core: OfferPump, transfer: Offering, begin: Callable[[], None]) -> None:
         super().__init__(core, transfer, begin)
         #: Layers announced so far, as a bit mask; may be written from the model's thread.
         self._announced = 0
@@ -269,7 +77,7 @@ class Offer(_Handle):
                 self.layer_ready(layer)
 
 
-class Fetch(_Handle):
+class Fetch(Handle):
     """The consumer's side of a transfer; made by ``TransferEngine.fetch``."""
 
     _transfer: Fetching
@@ -368,10 +176,3 @@ class Fetch(_Handle):
         self.stream.wait(event)
         self._enqueued[part] = self._enqueued.get(part, 0) | 1 << layer
         self.changed()
-
-
-def _again(error: AiokvError) -> AiokvError:
-    """A fresh copy to raise: several tasks may raise the same error, each with its own traceback."""
-    copy = type(error)(*error.args)
-    copy.__cause__ = error.__cause__
-    return copy
