@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from aiokv.control.base import Channel
 from aiokv.device.cache import KVCache
@@ -79,7 +79,7 @@ class TransferEngine:
         self._channel = channel or channel_at(bind, advertise)
         self._host = host_of(bind)
         self._transports = transports_named(transports)
-        self._state = "new"
+        self._state: Literal["new", "starting", "open", "closing", "closed"] = "new"
         #: Where peers reach this engine; empty before it is entered.
         self.address = ""
         #: The working parts; None until entered.
@@ -142,8 +142,8 @@ class TransferEngine:
         twice. Cancelling it doesn't stop it; the cancellation comes out when it is done.
         """
         if self._state == "open":
-            self._state = "closing"
-            self._closing = asyncio.ensure_future(self._close())
+            core, self._state = self._opened(), "closing"
+            self._closing = asyncio.ensure_future(self._close(core))
         closing = self._closing
         if closing is None:
             return
@@ -157,8 +157,7 @@ class TransferEngine:
         if cancelled is not None:
             raise cancelled
 
-    async def _close(self) -> None:
-        core = self._opened()
+    async def _close(self, core: Core) -> None:
         going = core.handles
         try:
             for handle in going:
@@ -202,14 +201,9 @@ class TransferEngine:
             self._heard.ring()
 
     def _opened(self) -> Core:
-        if self._core is None or self._state not in ("open", "closing"):
+        if self._core is None or self._state != "open":
             raise ClosedError(f"the engine is {self._state}")
         return self._core
-
-    def _check_open(self) -> Core:
-        if self._state != "open":
-            raise ClosedError(f"the engine is {self._state}")
-        return self._opened()
 
     # -- transfers
 
@@ -248,7 +242,7 @@ class TransferEngine:
             ValueError: An argument that can't be meant.
             ClosedError: The engine is not open.
         """
-        core = self._check_open()
+        core = self._opened()
         listed = block_lists(blocks, core.layout)
         room = room_of(listed, core.layout)
         tokens = room if tokens is None else whole(tokens, "tokens")
@@ -269,7 +263,7 @@ class TransferEngine:
         )
 
         def begin() -> None:
-            self._check_open()
+            self._opened()
             offering.deadline = self._clock() + lasts
             named = _sessions(core, addresses)
             core.begin_offer(offer, offering, [*named, *[None] * (readers - len(named))])
@@ -317,7 +311,7 @@ class TransferEngine:
             ValueError: An argument that can't be meant.
             ClosedError: The engine is not open.
         """
-        core = self._check_open()
+        core = self._opened()
         listed = block_lists(blocks, core.layout)
         room = room_of(listed, core.layout)
         first, last = whole(first_token, "first_token"), None if tokens is None else whole(tokens, "tokens")
@@ -340,7 +334,7 @@ class TransferEngine:
         )
 
         def begin() -> None:
-            self._check_open()
+            self._opened()
             fetching.deadline = self._clock() + lasts
             core.begin_fetch(fetch, fetching, _sessions(core, addresses), parts)
 
