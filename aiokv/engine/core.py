@@ -253,9 +253,8 @@ class Core:
             self.table.producer.flush()
             self.peers.flush()
             self._act()
-        finally:
+        finally:  # whatever happens: deadlines hold
             times = (self.table.next_timer(), self.peers.next_timer())
-            # Set whatever happens: deadlines hold.
             self._alarm.set(min((each for each in times if each is not None), default=None))
 
     def _act(self) -> None:
@@ -313,7 +312,7 @@ class Core:
             self.peers.open_link(session)
 
     def _start(self, part: Part) -> None:
-        if part.state is not State.GRANTED and part.state is not State.MOVING:
+        if not part.active:
             return
         try:
             link = self._link_of(part)
