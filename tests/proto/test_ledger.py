@@ -230,6 +230,24 @@ def test_a_part_that_landed_is_quarantined_too_if_it_never_becomes_quiet(
     assert isinstance(part.transfer.error, DeviceError)
 
 
+def test_a_consumer_that_takes_nothing_is_cut_off_before_the_blocks_go_into_quarantine(
+    net: Net, a: Member, b: Member
+) -> None:
+    b.one_sided = False
+    part, _ = moving(net, a, b)
+    a.busy.add(part)
+    a.abort(part.transfer, TransferAborted("enough"))
+    net.wait(0)
+    net.wait(SETTINGS.drain_ns // 2 - 1)
+    assert ActionKind.CUT not in a.kinds
+    net.wait(1)
+    assert a.kinds.count(ActionKind.CUT) == 1
+    assert part.state is State.DRAINING
+    a.rest(part)
+    assert part.state is State.ABORTED
+    assert ActionKind.QUARANTINE not in a.kinds
+
+
 # -- deadlines --------------------------------------------------------------------------------------
 
 
