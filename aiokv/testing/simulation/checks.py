@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from aiokv.engine.core import Core
 from aiokv.proto.parts import State
-from aiokv.proto.transfers import Part
 from aiokv.proto.session import Phase
+from aiokv.proto.transfers import Part
 from aiokv.testing.simulation.ledger import Blocks
 from aiokv.testing.simulation.process import Process
-from aiokv.testing.simulation.records import SLACK_NS
+from aiokv.testing.simulation.records import SLACK_NS, Record
 
 if TYPE_CHECKING:
     from aiokv.testing.simulation.world import World
@@ -42,7 +42,7 @@ def _busy(process: Process) -> Iterator[str]:
             yield f"statistics.{name} is {getattr(counts, name)}"
     quarantined = sum(record.quarantined for record in process.world.records if record.process is process)
     if not counts.leases == counts.quarantined == quarantined:
-        yield f"{counts.leases} leases are out, {counts.quarantined} in quarantine, of {quarantined} transfers"
+        yield f"{counts.leases} leases are out, {counts.quarantined} quarantined, of {quarantined} transfers"
     if bool(counts.blocks_held) is not bool(quarantined):
         yield f"{counts.blocks_held} blocks are held for {quarantined} transfers in quarantine"
     core = engine._core
@@ -79,9 +79,9 @@ def _leftovers(core: Core) -> Iterator[str]:
         yield f"timers are set: {table.next_timer()}, {peers.next_timer()}"
     if len(table.ledger.tombstones) > core.settings.tombstones:
         yield f"there are {len(table.ledger.tombstones)} tombstones"
-    links = {id(peer.link) for peer in peers._peers.values() if peer.link is not None}
-    if set(mover._flows) - links:
-        yield f"there are flows of links that are gone: {mover._flows}"
+    lost = [flow for flow in mover._flows.values() if flow.link.lost]
+    if lost:
+        yield f"there are flows of links that are gone: {lost}"
     for session in peers.sessions:
         if session.live or session.wants_to_send:
             yield f"{session} carries {session.live} parts"
@@ -94,7 +94,7 @@ def _counted(process: Process) -> Iterator[str]:
     for state in (State.LANDED, State.FAILED, State.ABORTED):
         found = sum(part.state is state for part in parts)
         if counts.parts_ended[state.value] != found:
-            yield f"statistics count {counts.parts_ended[state.value]} parts {state.value}, there were {found}"
+            yield f"{counts.parts_ended[state.value]} parts {state.value} are counted, there were {found}"
     fetched = [record.handle for record in _records(process) if not record.offers]
     moved = sum(handle.bytes_moved for handle in fetched)
     if moved != counts.bytes_received:
@@ -104,7 +104,7 @@ def _counted(process: Process) -> Iterator[str]:
             yield f"{handle!r} ended well with {handle.bytes_moved} of {handle.bytes_total} bytes"
 
 
-def _records(process: Process) -> Iterator:  # type: ignore[type-arg]
+def _records(process: Process) -> Iterator[Record]:
     return (each for each in process.world.records if each.process is process and each.begun_at)
 
 
@@ -222,11 +222,11 @@ def closed(world: World) -> Iterator[str]:
             yield f"{process.name} was closed, but left tasks: {left}"
         if not process.loop.idle:
             yield f"{process.name} was closed, but has scheduled {process.loop.scheduled()}"
-        if process.transport._served or process.transport._reading:
+        if process.links:
             yield f"{process.name} was closed, but has links"
         if not process.broken and (wrong := process.ledger.wrong(_quarantined(process))):
             yield f"{process.name}: {wrong}"
     if world.network.bound:
         yield f"addresses are still bound: {world.network.bound}"
-    if world.hub._transports:
-        yield f"the hub still knows {world.hub._transports}"
+    if world.hub._transports or world.senders:
+        yield f"transports are still known: {world.hub._transports}, {world.senders}"

@@ -51,7 +51,7 @@ def begin(world: World, fault: Fault) -> None:
 def _data_plane(world: World, fault: Fault, process: Process) -> None:
     match fault.kind:
         case "unlink":
-            if process.alive and process.loop.within(process.transport.cut):
+            if process.alive and process.cut_link():
                 world.note(process.name, "loses a link")
         case "stall device":
             world.note(process.name, "has its device stalled")

@@ -22,7 +22,7 @@ from aiokv.device.mockedstream import MockedEvent, Operation
 from aiokv.errors import DeviceError
 from aiokv.proto.layout import CacheLayout, GroupLayout, GroupPlacement
 
-__all__ = ["Blocks", "Ledger", "truth"]
+__all__ = ["Blocks", "Bytes", "Ledger", "Offsets", "truth"]
 
 Bytes = NDArray[np.uint8]
 Offsets = NDArray[np.int64]
@@ -176,7 +176,9 @@ class Ledger:
         for blocks in spared:
             differs[self.all_of(blocks)] = False
         places = np.flatnonzero(differs)
-        return f"{len(places)} bytes from {places[0]} on are not what was written there" if len(places) else ""
+        return (
+            f"{len(places)} bytes from {places[0]} on are not what was written there" if len(places) else ""
+        )
 
 
 def _cells(group: GroupLayout, place: GroupPlacement) -> list[Offsets]:

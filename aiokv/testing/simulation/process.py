@@ -11,13 +11,14 @@ from aiokv.device.cache import KVCache
 from aiokv.device.hazards import Hazard
 from aiokv.device.mocked import MockedDevice
 from aiokv.engine.engine import TransferEngine
-from aiokv.errors import DeviceError
+from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.parts import State
 from aiokv.proto.transfers import ActionKind, Part
 from aiokv.testing.simulation.ledger import Ledger
 from aiokv.testing.simulation.scenario import Rank
+from aiokv.testing.simulation.sending import SendingTransport
 from aiokv.testing.virtual import VirtualLoop
-from aiokv.transports.base import Link, PeerInfo
+from aiokv.transports.base import Link, PeerInfo, Transport
 from aiokv.transports.memory import MemoryTransport
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class SimulatedDevice(MockedDevice):
         self.autostep(self._world.loop, random.Random(self.seed), self._step_s)  # noqa: S311
 
     def synchronize(self) -> None:
-        """The host waits for all that it enqueued, as one does before memory is freed. It is known to be done."""
+        """The host waits for all that it enqueued, as one does before memory is freed."""
         if self.idle:
             for stream in self._handles.values():
                 stream.record()
@@ -79,6 +80,8 @@ class SimulatedTransport(MemoryTransport):
         """Takes a while, and as long as the producer is frozen."""
         world = self._process.world
         await asyncio.sleep(world.rng.choice((0.0, 0.0001, 0.01)))
+        if len(world.scenario.transports) > 1 and world.rng.random() < 0.5:
+            raise PeerLostError("not this time")
         producer = self._hub.find(description)
         while isinstance(producer, SimulatedTransport) and producer._process.loop.frozen:
             await asyncio.sleep(0.01)
@@ -131,10 +134,12 @@ class Process:
         self.device = SimulatedDevice(world, self.name, rank.step_s)
         self.cache = KVCache.allocate(rank.layout if not life else rank.next_layout, device=self.device)
         self.ledger = Ledger(self.cache, random.Random(f"{world.scenario.seed}/{self.name}"))  # noqa: S311
-        self.transport = SimulatedTransport(self)
+        self.reading = SimulatedTransport(self)
+        self.sending = SendingTransport(self)
+        transports: dict[str, Transport] = {"memory": self.reading, "sent": self.sending}
         self.engine = TransferEngine(
             self.cache,
-            transports=[self.transport],
+            transports=[transports[name] for name in world.scenario.transports],
             settings=world.scenario.settings,
             channel=world.network.channel(rank.address),
             clock=world.time.clock,
@@ -191,7 +196,13 @@ class Process:
     def _check_promise(self, mine: Part) -> None:
         """When a producer's part ends, its reader reads no more, or may not believe what it reads."""
         session = mine.session
-        if mine.role == "consumer" or not mine.accepted or session is None or not session.incarnation:
+        if (
+            mine.role == "consumer"
+            or not mine.accepted
+            or not mine.one_sided
+            or session is None
+            or not session.incarnation
+        ):
             return
         if isinstance(mine.life.error, DeviceError):
             return  # in quarantine: the blocks are not given back
@@ -207,7 +218,9 @@ class Process:
                         continue  # it has given up, so it believes nothing
                     if same and part.ready and theirs.lease_held > self.world.time.now:
                         left = (theirs.lease_held - self.world.time.now) / 1e9
-                        self.world.fail(f"{self.name}: {mine} ended, {part} holds a lease for {left:.3f} s more")
+                        self.world.fail(
+                            f"{self.name}: {mine} ended, {part} holds a lease for {left:.3f} s more"
+                        )
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run a user's task in this process."""
@@ -237,6 +250,15 @@ class Process:
             self.world.note(self.name, "closes")
             self.loop.call_soon(self._stop.set_result, None)
 
+    def cut_link(self) -> bool:
+        """Lose one link that it reads or receives by; False if there is none."""
+        return self.loop.within(self.reading.cut) or self.loop.within(self.sending.cut)
+
+    @property
+    def links(self) -> int:
+        """Links that are open."""
+        return len(self.reading._served) + len(self.reading._reading) + self.sending.links
+
     def freeze(self) -> None:
         """As SIGSTOP."""
         if self.alive and not self.loop.frozen:
@@ -263,7 +285,8 @@ class Process:
             self.world.network.kill(self.rank.address, keep=keep)
         except ValueError:
             self.world.note(self.name, "was not bound")
-        self.world.hub.kill(self.transport)
+        self.world.hub.kill(self.reading)
+        self.sending.die()
         self.device.die()
         self.world.users -= self.tasks
         self.world.poke()

@@ -105,6 +105,8 @@ class Record:
         core = self.process.engine._core
         if core is not None and self.handle.transfer in core._held:
             world.fail(f"{self} was left while its blocks were still leased")
+        if sending := self.process.sending.pending(self.handle.transfer.key) if self.offers else 0:
+            world.fail(f"{self} was left while {sending} chunks of its blocks were still being sent")
         if error is None and self.handle.error is not None:
             world.fail(f"{self} failed with {self.handle.error!r}, and its user wasn't told")
         if isinstance(error, AiokvError) and self.handle.error is None:

@@ -11,15 +11,9 @@ from typing import TYPE_CHECKING
 
 from aiokv.proto.settings import SECOND
 from aiokv.testing.simulation import checks, faults, users
+from aiokv.testing.simulation.drawing import draw, plain_request
 from aiokv.testing.simulation.records import SLACK_NS, Record
-from aiokv.testing.simulation.scenario import (
-    FetchPlan,
-    OfferPlan,
-    Request,
-    Scenario,
-    draw,
-    plain_request,
-)
+from aiokv.testing.simulation.scenario import OfferPlan, Request, Scenario, Side
 from aiokv.testing.simulation.world import Errors, World
 from aiokv.testing.virtual import Deadlock, Livelock, describe_tasks
 
@@ -136,7 +130,7 @@ async def _sample(world: World) -> None:
 
 def _end(world: World) -> float:
     """Seconds by which every transfer has ended, with attempts, and lost time."""
-    sides = [side for request in world.scenario.requests for side in (*request.offers, *request.fetches)]
+    sides = [side for request in world.scenario.requests for side in request.sides]
     lost = sum(fault.lasts for fault in world.scenario.faults) + 1.0
     return 3 * (max((side.start + side.deadline for side in sides), default=0.0) + lost) + 20
 
@@ -151,24 +145,25 @@ async def _until(world: World, reached, limit_s: float, what: str) -> None:  # t
 
 def ask(world: World, request: Request, delay: float) -> None:
     """Have all who take part in a request begin, each at its time."""
-    for plan in (*request.offers, *request.fetches):
+    for plan in request.sides:
         world.asked += 1
         world.loop.call_later(delay + plan.start, _begin, world, request, plan)
 
 
-def _begin(world: World, request: Request, plan: OfferPlan | FetchPlan) -> None:
+def _begin(world: World, request: Request, plan: Side) -> None:
     world.asked -= 1
     world.poke()
     process = world.processes[plan.rank]
     if process.state != "up":
-        return world.leave_out(process, request, f"it is {process.state}")
+        world.leave_out(process, request, f"it is {process.state}")
+        return
     verb = "offers" if isinstance(plan, OfferPlan) else "fetches"
     task = process.spawn(_side(world, process, request, plan), f"{verb} {request.tid}")
     for delay in plan.cancels:
         world.loop.call_later(delay, process.loop.call_soon, _cancel, world, task)
 
 
-async def _side(world: World, process: Process, request: Request, plan: OfferPlan | FetchPlan) -> None:
+async def _side(world: World, process: Process, request: Request, plan: Side) -> None:
     if isinstance(plan, OfferPlan):
         await users.offer(process, request, plan)
     else:
@@ -188,7 +183,9 @@ def _retry(world: World, request: Request) -> None:
         request,
         attempt=request.attempt + 1,
         offers=tuple(replace(plan, start=0.0, cancels=(), timeout=0.0, raises=-1) for plan in request.offers),
-        fetches=tuple(replace(plan, start=0.0, cancels=(), timeout=0.0, raises=-1) for plan in request.fetches),
+        fetches=tuple(
+            replace(plan, start=0.0, cancels=(), timeout=0.0, raises=-1) for plan in request.fetches
+        ),
     )
     world.note("router", f"tries {request.tid} again")
     world.loop.within(ask, world, again, 0.001)
@@ -210,7 +207,12 @@ async def _heal(world: World) -> None:
     """Whatever happened before, a healed world works: transfers between any two that fit end well."""
     world.ending = True
     faults.heal_all(world)
-    await _until(world, lambda: all(p.state in ("up", "closed", "dead") for p in world.processes), 10, "engines start or close")
+    await _until(
+        world,
+        lambda: all(p.state in ("up", "closed", "dead") for p in world.processes),
+        10,
+        "engines start or close",
+    )
     rng = random.Random(f"health {world.scenario.seed}")  # noqa: S311
     for process in world.processes:
         if not process.alive and rng.random() < 0.5:
@@ -231,6 +233,7 @@ async def _healthy(world: World, consumer: Process, rng: random.Random) -> None:
         and not process.broken
         and process.cache.layout.model == consumer.cache.layout.model
     )
+    errors: list[str] = []
     for attempt in range(ATTEMPTS):
         tid = f"health{consumer.rank.number}"
         request = plain_request(fit, consumer.rank, tid, rng.randint(1, 9), rng)
@@ -243,7 +246,7 @@ async def _healthy(world: World, consumer: Process, rng: random.Random) -> None:
         if all(record.landed for record in mine):
             return
         world.note("world", f"attempt {attempt} at a transfer to {consumer.name} failed")
-    errors = [f"{record}: {record.handle.error or record.error!r}" for record in mine]
+        errors = [f"{record}: {record.handle.error or record.error!r}" for record in mine]
     world.fail(f"a healed world doesn't work: {errors}")
 
 

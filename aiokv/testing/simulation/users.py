@@ -18,7 +18,7 @@ from aiokv.device.mocked import MockedStream
 from aiokv.device.mockedstream import MockedEvent
 from aiokv.engine.transfer import Fetch, Offer
 from aiokv.errors import AiokvError, ClosedError, DeviceError
-from aiokv.testing.simulation.ledger import Blocks, Bytes, truth
+from aiokv.testing.simulation.ledger import Blocks, Bytes, Offsets, truth
 from aiokv.testing.simulation.records import Record
 from aiokv.testing.simulation.scenario import FetchPlan, OfferPlan, Request
 
@@ -37,7 +37,8 @@ async def offer(process: Process, request: Request, plan: OfferPlan) -> None:
     world, ledger = process.world, process.ledger
     blocks = ledger.take(request.tokens)
     if blocks is None:
-        return world.leave_out(process, request, "it has no blocks left")
+        world.leave_out(process, request, "it has no blocks left")
+        return
     try:
         handle = process.engine.offer(
             request.tid,
@@ -49,7 +50,8 @@ async def offer(process: Process, request: Request, plan: OfferPlan) -> None:
             deadline=plan.deadline,
         )
     except ClosedError:
-        return ledger.put_back(blocks)
+        ledger.put_back(blocks)
+        return
     record = world.record(process, handle, request, plan)
     model = _Model(process, request, plan, blocks)
     await _live_through(record, handle, model.run(handle))
@@ -70,10 +72,7 @@ class _Model:
     @property
     def through(self) -> bool:
         """Whether the host knows that nothing of it runs any more."""
-        try:
-            return self._written is None or self._written.done()
-        except DeviceError:
-            return True
+        return _over(self._written)
 
     async def run(self, handle: Offer) -> None:
         order = list(range(self._process.cache.layout.layers))
@@ -107,7 +106,8 @@ async def fetch(process: Process, request: Request, plan: FetchPlan) -> None:
     room = max(plan.room, 1)
     blocks = ledger.take(room)
     if blocks is None:
-        return world.leave_out(process, request, "it has no blocks left")
+        world.leave_out(process, request, "it has no blocks left")
+        return
     consumer = _Consumer(process, request, plan, blocks)
     try:
         handle = process.engine.fetch(
@@ -124,7 +124,8 @@ async def fetch(process: Process, request: Request, plan: FetchPlan) -> None:
         )
     except (ClosedError, ValueError) as error:
         world.note(process.name, f"can't fetch {request.tid}: {error}")
-        return ledger.give_up(blocks, consumer.stream)
+        ledger.give_up(blocks, consumer.stream)
+        return
     record = world.record(process, handle, request, plan)
     await _live_through(record, handle, consumer.use(handle))
     if record.landed:
@@ -149,10 +150,7 @@ class _Consumer:
     @property
     def busy(self) -> bool:
         """Whether something of the caller's own may still run on its stream."""
-        try:
-            return any(event is not None and not event.done() for event in (self._before, self._read))
-        except DeviceError:
-            return False
+        return not all(_over(event) for event in (self._before, self._read))
 
     async def use(self, handle: Fetch) -> None:
         """The body of the ``async with``."""
@@ -197,7 +195,7 @@ class _Consumer:
 
     # -- what has to be where
 
-    def _moved(self, handle: Fetch, layer: int) -> tuple[np.ndarray, Bytes]:  # type: ignore[type-arg]
+    def _moved(self, handle: Fetch, layer: int) -> tuple[Offsets, Bytes]:
         """Where the transfer writes, and what."""
         ledger, request = self._process.ledger, self._request
         tokens = request.tokens if self._plan.tokens is None else self._plan.tokens
@@ -216,7 +214,7 @@ class _Consumer:
     async def check(self, handle: Fetch) -> None:
         """It ended well: every byte of the blocks is the model's, or what it was before."""
         ledger = self._process.ledger
-        while self.busy:
+        while self.busy:  # noqa: ASYNC110 - nothing tells of a mocked event
             await asyncio.sleep(0.001)
         if self._process.broken:
             return  # its own kernels may have failed
@@ -233,6 +231,14 @@ class _Consumer:
             _, content = self._moved(handle, layer)
             if not result or not np.array_equal(result[0], content):
                 raise AssertionError(f"layer {layer} of {handle!r} was read in order, with wrong bytes")
+
+
+def _over(event: MockedEvent | None) -> bool:
+    """Whether what was enqueued before an event is known to run no more."""
+    try:
+        return event is None or event.done()
+    except DeviceError:
+        return True
 
 
 async def _live_through(record: Record, handle: Offer | Fetch, body: Coroutine[None, None, None]) -> None:

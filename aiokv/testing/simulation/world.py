@@ -16,6 +16,7 @@ from aiokv.testing.simulation.network import SimulatedNetwork
 from aiokv.testing.simulation.process import Process
 from aiokv.testing.simulation.records import Record
 from aiokv.testing.simulation.scenario import FetchPlan, OfferPlan, Request, Scenario
+from aiokv.testing.simulation.sending import SendingTransport
 from aiokv.testing.virtual import START_NS, VirtualLoop, VirtualTime
 from aiokv.transports.memory import MemoryHub
 
@@ -57,6 +58,7 @@ class World:
         )
         self.network = SimulatedNetwork(self, scenario.channel)
         self.hub = MemoryHub()
+        self.senders: dict[bytes, SendingTransport] = {}
         self.users: set[asyncio.Task[None]] = set()
         self.records: list[Record] = []
         self.failures: list[str] = []
