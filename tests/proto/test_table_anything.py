@@ -134,6 +134,14 @@ class AnyTransfers(RuleBasedStateMachine):
         if both:
             self.net.held.add((b.name, a.name))
 
+    @rule(source=st.integers(0, 1), reader=st.integers(0, 1), which=st.integers(0, 1))
+    def lose(self, source: int, reader: int, which: int) -> None:
+        """One side ends the session; the other finds out by the next one, or by silence."""
+        ends = self.sources[source], self.readers[reader]
+        member, other = ends if which else ends[::-1]
+        if other.address in member.sessions:
+            member.lose(other, certain=False)
+
     @rule()
     def heal(self) -> None:
         self.net.release()
