@@ -18,20 +18,20 @@ class Bell:
     __slots__ = ("_waiters",)
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], None] = {}
 
     async def wait(self) -> None:
         """Wait until the bell is rung next."""
         waiter = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = None
         try:
             await waiter
         finally:
-            self._waiters.discard(waiter)
+            self._waiters.pop(waiter, None)
 
     def ring(self) -> None:
-        """Wake everybody who waits now."""
-        waiters, self._waiters = self._waiters, set()
+        """Wake everybody who waits now, in the order in which they came."""
+        waiters, self._waiters = self._waiters, {}
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
