@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import os
 import signal
 import socket
@@ -55,7 +56,7 @@ class Told(msgspec.Struct):
     #: Who is named (offer), or asked (fetch); empty for nobody.
     address: str = ""
     layers: list[int] = []
-    #: Of the bytes to fill the cache with.
+    #: Of the bytes to fill the cache with, or number of a copy.
     seed: int = 0
 
 
@@ -113,6 +114,18 @@ class Child:
 
     async def cancel(self, told: Told) -> None:
         self.handles.pop((told.tid, told.attempt)).cancel()
+
+    async def stop_itself(self, told: Told) -> None:
+        """Stop this process just before the n-th copy from now on."""
+        device, copied = self.engine.cache.device, itertools.count(1)
+        copy = device.copy
+
+        def stopping(*args: Any, **kwargs: Any) -> None:
+            if next(copied) == told.seed:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            copy(*args, **kwargs)
+
+        device.copy = stopping
 
     async def wait(self, told: Told) -> Said:
         try:
@@ -203,6 +216,9 @@ class Other:
 
     async def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
+        await self.stopped()
+
+    async def stopped(self) -> None:
         stat = Path(f"/proc/{self.pid}/stat")
         await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
 

@@ -138,8 +138,8 @@ class World:
         return child.digest(self.engine.cache, blocks)
 
     def check(self, said: Any, content: str) -> None:
-        """It says that it lost its peer; or, where it has what was sent before that, that this is right."""
-        assert said.error == "PeerLostError" or said.digest == content, said
+        """It says that it failed; or, where it has what was sent before that, that this is right."""
+        assert said.error in ("PeerLostError", "TransferAborted") or said.digest == content, said
 
     async def right(self, handle: Offer | Fetch) -> None:
         """It ends well at both sides, with the right bytes."""
@@ -147,6 +147,23 @@ class World:
         said = await self.heard(handle.attempt)
         assert not said.error, said.text
         assert said.digest == self.digest()
+
+    async def go_on_after(self, what: str, offer: Offer, content: str) -> None:
+        """The other process, which is stopped, goes on when something has happened; then all that is over."""
+        if what == "the lease ends":
+            await asyncio.sleep(2 * self.settings["lease_ns"] / SECOND)
+        else:
+            if what == "it is given up":
+                offer.cancel()
+            await child.until(offer.done)
+            fill(self.engine.cache, seed=99)
+        self.other.go_on()
+        said = await self.heard(offer.attempt)
+        self.check(said, content)
+        assert not said.error or what != "the lease ends"
+        await child.until(offer.done)
+        offer._observed = True
+        check_idle(self.engine)
 
     async def transfer(self, attempt: int) -> None:
         """One that goes well."""
@@ -334,26 +351,29 @@ async def test_stopped_for_longer_than_the_lease_only(world, role: str, transpor
 @pytest.mark.asyncio
 @both
 @pytest.mark.parametrize("layout", [BIG], ids=["big"])
-@pytest.mark.parametrize("settings", [QUICK, SHORT_LEASE], ids=["long", "short"])
-async def test_stopped_in_the_middle_of_copying(world, settings: dict, transport: str) -> None:
+@pytest.mark.parametrize("meanwhile", ["it is lost", "the lease ends"])
+async def test_stopped_in_the_middle_of_copying(world, meanwhile: str, transport: str) -> None:
+    settings = QUICK if meanwhile == "it is lost" else SHORT_LEASE
     async with world("consumer", transport, settings | {"chunk_bytes": 1 << 16}) as here:
         here.source = here.target = list(range(16))
         for attempt in range(3):
             offer, content = await here.begin(attempt), here.digest()
             await child.until(lambda: offer.transfer.parts[0].accepted)  # noqa: B023
-            for layer in range(4):
-                offer.layer_ready(layer)
+            await here.ready(offer, *range(4))
             await asyncio.sleep(attempt / 400)
             await here.other.stop()
-            if settings is QUICK:
-                await child.until(offer.done)
-                fill(here.engine.cache, seed=99)
-            else:
-                await asyncio.sleep(2 * settings["lease_ns"] / SECOND)
-            here.other.go_on()
-            said = await here.heard(attempt)
-            here.check(said, content)
-            assert settings is QUICK or not said.error
-            await child.until(offer.done)
-            offer._observed = True
-            check_idle(here.engine)
+            await here.go_on_after(meanwhile, offer, content)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("chunk", [1, 4], ids=["first", "last"])
+@pytest.mark.parametrize("meanwhile", ["it is lost", "it is given up", "the lease ends"])
+async def test_stopped_just_before_a_copy(world, meanwhile: str, chunk: int) -> None:
+    settings = QUICK if meanwhile == "it is lost" else SHORT_LEASE
+    async with world("consumer", "shm", settings) as here:
+        offer, content = await here.begin(), here.digest()
+        await here.other.ask("stop_itself", seed=chunk)
+        await here.ready(offer, *range(4))
+        await here.other.stopped()
+        await here.go_on_after(meanwhile, offer, content)
+        await here.transfer(1)
