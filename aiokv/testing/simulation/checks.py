@@ -132,8 +132,11 @@ def going_on(world: World) -> Iterator[str]:
         if sum(flying) > core.mover.in_flight or min(flying, default=0) < 0:
             yield f"{process.name}: {core.mover.in_flight} chunks in flight, of movements {flying}"
         most = core.settings.parked_per_peer
-        if any(count > most for count in core.table.waiting._counts.values()):
-            yield f"{process.name}: more than {most} requests of one peer are parked"
+        for session, count in core.table.waiting._counts.items():
+            if count > most:
+                yield f"{process.name}: {count} requests of one peer are parked, {most} is the most"
+            if session.phase is Phase.ENDED:
+                yield f"{process.name}: requests of {session} are still parked"
 
 
 def ended(world: World) -> Iterator[str]:

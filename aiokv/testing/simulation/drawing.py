@@ -21,22 +21,28 @@ from aiokv.testing.simulation.scenario import (
     Scenario,
 )
 
-__all__ = ["draw", "plain_request"]
+__all__ = ["MOODS", "Mood", "draw", "plain_request"]
 
 #: What a scenario is about. "calm": nothing happens. "patient": pauses that do no harm. "fickle": users give
 #: up. "lease": a producer gives up and its reader can't hear it. "any": all that can happen.
 Mood = Literal["calm", "patient", "fickle", "lease", "any"]
-_MOODS: tuple[Mood, ...] = ("calm", "patient", "fickle", "lease", "any")
+MOODS: tuple[Mood, ...] = ("calm", "patient", "fickle", "lease", "any")
 _WEIGHTS = (10, 15, 10, 15, 50)
 
 _TRANSPORTS = (("memory",), ("sent",), ("memory", "sent"))
 _AXES = ("sbthd", "bsthd", "bshtd", "bhtsd", "split")
 
 
-def draw(seed: int | str) -> Scenario:
-    """The scenario of a seed."""
+def draw(seed: int | str, mood: Mood | None = None) -> Scenario:
+    """The scenario of a seed.
+
+    Args:
+        seed: Decides everything.
+        mood: What the scenario is about, if not what the seed says.
+    """
     rng = random.Random(f"scenario {seed}")  # noqa: S311 - repeatable, not secret
-    mood: Mood = rng.choices(_MOODS, _WEIGHTS)[0]
+    drawn = rng.choices(MOODS, _WEIGHTS)[0]
+    mood = mood or drawn
     ranks = _ranks(rng)
     span = rng.choice((0.0, 0.01, 0.1, 2.0))
     requests = tuple(_request(rng, ranks, f"t{i}", span, f"{seed}/t{i}") for i in range(rng.randint(1, 6)))

@@ -99,5 +99,6 @@ def heal_all(world: World) -> None:
     world.network.set_faults(Faults())
     for process in world.processes:
         process.thaw()
-        if process.alive:
+    for process in world.past:
+        if process.state != "dead":
             process.device.resume()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from aiokv.proto.settings import SECOND
 from aiokv.testing.simulation import checks, faults, users
-from aiokv.testing.simulation.drawing import draw, plain_request
+from aiokv.testing.simulation.drawing import Mood, draw, plain_request
 from aiokv.testing.simulation.records import SLACK_NS, Record
 from aiokv.testing.simulation.scenario import OfferPlan, Request, Scenario, Side
 from aiokv.testing.simulation.world import Errors, World
@@ -45,9 +45,9 @@ class Report:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def run_seed(seed: int | str, *, verbose: bool = False) -> Report:
+def run_seed(seed: int | str, *, mood: Mood | None = None, verbose: bool = False) -> Report:
     """Draw the scenario of a seed and play it."""
-    return play(draw(seed), verbose=verbose)
+    return play(draw(seed, mood), verbose=verbose)
 
 
 def play(scenario: Scenario, *, verbose: bool = False) -> Report:
