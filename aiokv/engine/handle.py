@@ -136,7 +136,13 @@ class Handle:
         self._begun = True
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Give the transfer up on both sides. Never blocks; ``wait`` tells when it is quiet."""
+        """Give the transfer up on both sides. Never blocks; ``wait`` tells when it is quiet.
+
+        Raises:
+            LocalProtocolError: It was not begun; it would begin all the same when it is.
+        """
+        if not self._begun:
+            raise LocalProtocolError(f"transfer {self._transfer} was not begun")
         error = TransferAborted(f"transfer {self._transfer}: {reason} here")
         self._core.abort(self._transfer, error, "cancelled")
 
