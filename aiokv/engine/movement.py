@@ -36,6 +36,8 @@ class Movement:
     flow: Flow
     plan: CopyPlan
     stream: Stream
+    #: Point on the caller's stream that ``stream`` waits for; None where it is past.
+    after: Event | None
     #: Bytes of each layer that are not in place yet.
     missing: list[int]
     #: Bytes of each layer that were never submitted yet.
@@ -58,6 +60,16 @@ class Movement:
     def link(self) -> Link:
         """The path that the bytes take."""
         return self.flow.link
+
+    def held_up(self) -> bool:
+        """Whether what is submitted now waits on the device for what the caller enqueued before.
+
+        Raises:
+            DeviceError: That failed.
+        """
+        if self.after is not None and self.after.done():
+            self.after = None
+        return self.after is not None
 
     @property
     def priority(self) -> int:

@@ -101,17 +101,20 @@ class Mover:
         theirs = Side(layout=session.hello.layout, placement=session.hello.placement, blocks=part.peer_blocks)
         src, dst = (mine, theirs) if part.role == "producer" else (theirs, mine)
         plan = plan_copy(src, dst, first_token=part.first_token, tokens=part.tokens, heads=part.heads)
-        self._turn += 1
-        stream = self._streams[self._turn % _STREAMS]
-        if after is not None:
+        if after is not None and not after.done():
+            # A stream of its own: copies of others must not queue behind what this one waits for.
+            stream = self._cache.device.stream()
             stream.wait(after)
+        else:
+            self._turn += 1
+            stream, after = self._streams[self._turn % _STREAMS], None
         flow = self._flow(link)
         if part.role == "producer" and not part.one_sided and not flow.listening:
             flow.listening = True
             link.on_writable(lambda: self._writable(flow))
         flow.parts += 1
         sizes = [plan.nbytes(layer) for layer in plan.layers]
-        movement = Movement(part, flow, plan, stream, sizes, sizes.copy())
+        movement = Movement(part, flow, plan, stream, after, sizes, sizes.copy())
         self._movements[part] = movement
         if part.role == "consumer":
             if not part.one_sided:
@@ -241,11 +244,15 @@ class Mover:
             self._scheduler.block(movement.flow)
             return
         try:
+            held_up = movement.held_up()
             event = movement.submit(chunk, self._cache.buffers)
         except AiokvError as error:
             self._scheduler.finished(chunk.nbytes)
             self._table.fail(part, error)
             return
+        # What waits for its caller's stream takes nothing of the window, where others could go.
+        counted = 0 if held_up else chunk.nbytes
+        self._scheduler.finished(chunk.nbytes - counted)
         movement.in_flight += 1
         movement.flow.in_flight += 1
         self.in_flight += 1
@@ -255,22 +262,22 @@ class Mover:
         try:
             finished = event.done()
         except DeviceError as error:
-            self._completed(movement, chunk, error)
+            self._completed(movement, chunk, counted, error)
             return
         if finished:
-            self._completed(movement, chunk, None)
+            self._completed(movement, chunk, counted, None)
         else:
             # A link takes what it sends in order, whatever stream that was ready on; and one that
             # takes nothing must hold up no other's completions.
             order = movement.flow if part.role == "producer" else movement.stream
-            self._poller.watch(event, order, lambda error: self._completed(movement, chunk, error))
+            self._poller.watch(event, order, lambda error: self._completed(movement, chunk, counted, error))
 
-    def _completed(self, movement: Movement, chunk: Chunk, error: AiokvError | None) -> None:
+    def _completed(self, movement: Movement, chunk: Chunk, counted: int, error: AiokvError | None) -> None:
         part = movement.part
         movement.in_flight -= 1
         movement.flow.in_flight -= 1
         self.in_flight -= 1
-        self._scheduler.finished(chunk.nbytes)
+        self._scheduler.finished(counted)
         self._wake()
         self._drop_flow(movement.flow)
         if isinstance(error, DeviceError) and movement.stream in self._streams:

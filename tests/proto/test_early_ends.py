@@ -11,6 +11,7 @@ from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Accept, Pong, Ready
 from aiokv.proto.parts import State
 from aiokv.proto.settings import Settings
+from aiokv.proto.transfers import ActionKind
 from aiokv.testing.tables import Member, Net
 
 SETTINGS = Settings()
@@ -177,3 +178,43 @@ def test_sources_that_offer_different_numbers_of_tokens_fail_the_fetch(net: Net,
         assert all(offer.resolved for offer in offers)
     else:
         assert fetch.error is None
+
+
+# -- a consumer that takes no data ------------------------------------------------------------------
+
+
+def test_a_producer_that_sends_takes_back_what_is_not_taken_before_the_bound(
+    net: Net, a: Member, b: Member
+) -> None:
+    b.one_sided = False
+    offer, fetch = a.offer("t", ready=True), b.fetch("t", sources=[a])
+    net.run()
+    part = offer.parts[0]
+    a.busy.add(part)
+    a.abort(offer, TransferAborted("enough"))
+    net.run()
+    assert fetch.resolved
+    began = net.now
+    while ActionKind.CUT not in a.kinds:
+        assert net.wait_for_timer()
+    assert net.now < began + SETTINGS.drain_ns
+    a.rest(part)
+    net.run()
+    assert offer.resolved
+    assert ActionKind.QUARANTINE not in a.kinds
+
+
+def test_if_even_that_does_not_help_the_blocks_are_kept(net: Net, a: Member, b: Member) -> None:
+    b.one_sided = False
+    offer = a.offer("t", ready=True)
+    b.fetch("t", sources=[a])
+    net.run()
+    a.busy.add(offer.parts[0])
+    a.abort(offer, TransferAborted("enough"))
+    net.wait(100 * SETTINGS.drain_ns)  # it stood still: both times are over when it looks
+    net.wait(100 * SETTINGS.drain_ns)
+    assert a.kinds.count(ActionKind.CUT) == 1
+    assert ActionKind.QUARANTINE not in a.kinds
+    net.wait(SETTINGS.drain_ns)
+    assert offer.resolved
+    assert ActionKind.QUARANTINE in a.kinds
