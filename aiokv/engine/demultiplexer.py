@@ -14,6 +14,9 @@ __all__ = ["Demultiplexer"]
 
 _log = logging.getLogger("aiokv")
 
+#: Sessions that one life of one peer may have with this engine: one for each name that it calls us by.
+_MOST_SESSIONS = 8
+
 
 class Demultiplexer:
     """Takes the frames of one engine's control channel.
@@ -138,6 +141,8 @@ class Demultiplexer:
         if frame.mine in others:
             others[frame.mine].receive_hello(frame, hello, self._clock())
         elif not others or frame.mine > max(others):
+            if len(others) >= _MOST_SESSIONS:
+                self._peers.end(others[min(others)], PeerLostError(f"{hello.address} began others"))
             for other in others.values():
                 # The peer gave it up, and says so when asked. Or it calls us by several names, and
                 # doesn't know that they are one engine's: then all go on.
@@ -147,14 +152,14 @@ class Demultiplexer:
 
     def _greeted(self, frame: Frame, hello: Hello, peer: Peer) -> Session | None:
         """The session of ours that a new greeting is for; None if that is over."""
+        for old in self._peers.sessions:
+            # Another life of whoever lived here. The old one may still run, behind a NAT say, so its
+            # death is not certain; its links say more.
+            if old.hello and old.hello.address == hello.address and old.incarnation != frame.src:
+                self._peers.end(old, PeerLostError(f"{hello.address} was restarted"))
         session = peer.session
         if session is not None and session.theirs:
-            if session.incarnation != frame.src:
-                # Another life of whoever lived here. The old one may still run, behind a NAT say,
-                # so its death is not certain; its links say more.
-                for old in list(self._peers.sessions_with(session.incarnation).values()):
-                    self._peers.end(old, PeerLostError(f"{hello.address} was restarted"))
-            elif not frame.yours:
+            if not frame.yours:
                 peer = self._peers.twin(peer, hello.address)
             session = None
         if session is None and frame.yours:

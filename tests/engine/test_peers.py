@@ -392,6 +392,25 @@ async def test_what_was_meant_for_a_dead_engine_does_not_reach_the_next() -> Non
 
 
 @virtual_time
+async def test_who_begins_ever_new_sessions_has_but_a_few() -> None:
+    async with Engines() as engines:
+        a, b = await engines.add("a"), await engines.add("b")
+        raw = await RawPeer(engines.network, answers=False).open(a)
+        for stream in range(1, 100):
+            raw.stream = stream
+            raw.say(VERSION_1)
+            await settle(a)
+        assert a.statistics().sessions <= 9
+        raw.incarnation = b"another life...."
+        raw.say(VERSION_1)
+        await settle(a)
+        assert a.statistics().sessions == 1  # the life before is over, with all its sessions
+        await transfer(a, b, "good")
+        check_idle(a, b)
+        await raw.close()
+
+
+@virtual_time
 async def test_an_idle_peer_gives_way_to_another_and_may_come_back() -> None:
     async with Engines() as engines:
         a = await engines.add("a", settings=Settings(peers=2))
