@@ -99,8 +99,17 @@ class Receiver(StreamEnd):
         """Data overtook the control message that it belongs to: read on once that has come."""
         self._early = tag
         self._loop.remove_reader(self._fd)
-        text = "the producer sent data of a part that nobody expects"
-        self._early_timer = self._loop.call_later(_AHEAD_S, self._end, text)
+        self._be_patient()
+
+    def _be_patient(self) -> None:
+        due = self._loop.time() + _AHEAD_S
+        self._early_timer = self._loop.call_at(due, self._lose_patience, due)
+
+    def _lose_patience(self, due: float) -> None:
+        if self._loop.time() > due + _AHEAD_S / 3:
+            self._be_patient()  # this side stood still, and may have that message yet to read
+        else:
+            self._end("the producer sent data of a part that nobody expects")
 
     def _resume(self, tag: bytes) -> None:
         if tag == self._early and self._early_timer is not None and not self._lost:

@@ -202,7 +202,7 @@ class _Receiver(LinkEnd):
                 expected = self._expected.get(frame.part)
                 if expected is None:
                     if self._patience is None:
-                        self._patience = self._loop.call_later(AHEAD_S, self._give_up)
+                        self._be_patient()
                     return
                 self._take(frame, expected)
             if self._patience is not None:
@@ -232,8 +232,15 @@ class _Receiver(LinkEnd):
         buffer.bytes[_expanded(offsets, lengths)] = np.concatenate(frame.data)
         expected.landed(chunk.layer, chunk.nbytes)
 
-    def _give_up(self) -> None:
+    def _be_patient(self) -> None:
+        due = self._loop.time() + AHEAD_S
+        self._patience = self._loop.call_at(due, self._lose_patience, due)
+
+    def _lose_patience(self, due: float) -> None:
         self._patience = None
+        if self._loop.time() > due + AHEAD_S / 3:
+            self._be_patient()  # it stood still itself
+            return
         self.end("data came of a part that nobody expects")
         self.other.hear("the consumer closed it")
 

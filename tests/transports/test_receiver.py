@@ -1,0 +1,35 @@
+"""The consumer's end of a stream: data that comes before it is expected."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from aiokv.proto.plan import Chunk
+from aiokv.transports.frames import pack, tag_of
+from aiokv.transports.receiver import Receiver
+from aiokv.transports.vectors import VectorIO
+
+
+@pytest.mark.asyncio
+async def test_standing_still_is_not_held_against_data_that_came_early() -> None:
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    receiver = Receiver(b"link", "tcp", ours, VectorIO(), set())
+    try:
+        theirs.sendall(pack(tag_of(("t", 0)), Chunk(0, 0, 0, 1, 8)))
+        while receiver._early_timer is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        receiver._early_timer.cancel()
+        # As after SIGCONT: the timer comes late, and what announces the data may lie unread as it did.
+        receiver._lose_patience(loop.time() - 1)
+        assert not receiver.lost
+        receiver._early_timer.cancel()
+        receiver._lose_patience(loop.time())
+        assert receiver.lost
+    finally:
+        receiver.close()
+        theirs.close()
