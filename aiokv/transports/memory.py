@@ -1,12 +1,13 @@
 """``memory``: engines of one process read each other's buffers directly.
 
 Used by tests, by the simulation on mocked devices, and by a prefill and a decode engine that
-share a process. Nothing here is random and nothing depends on time: ids are counted, and every
-notice is one turn of the loop away.
+share a process. Nothing but a hub's name is random and nothing depends on time: ids are counted,
+and every notice is one turn of the loop away.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,16 +24,22 @@ __all__ = ["MemoryHub", "MemoryTransport"]
 
 
 class MemoryHub:
-    """Where the memory transports of one process find each other; give the same one to all."""
+    """Where the memory transports of one process find each other; give the same one to all.
 
-    def __init__(self) -> None:
+    Args:
+        name: 8 bytes that begin each of its ids, drawn by default: what another process, or another
+            hub of this one, tells of itself must not be found here.
+    """
+
+    def __init__(self, name: bytes | None = None) -> None:
+        self._name = secrets.token_bytes(8) if name is None else name
         self._transports: dict[bytes, MemoryTransport] = {}
         self._issued = 0
 
     def issue(self) -> bytes:
-        """A new id: 16 bytes, counted."""
+        """A new id: 16 bytes, the hub's name and a count."""
         self._issued += 1
-        return self._issued.to_bytes(16, "big")
+        return self._name + self._issued.to_bytes(8, "big")
 
     def enter(self, transport: MemoryTransport) -> bytes:
         """Make ``transport`` found under the name that is returned."""

@@ -20,7 +20,7 @@ class Pair:
     """A producer and a consumer on one mocked device, which is stepped by hand."""
 
     def __init__(self, seed: int) -> None:
-        self.hub = MemoryHub()
+        self.hub = MemoryHub(b"the test")
         self.device = MockedDevice(seed)
         self.caches = [KVCache.allocate(LAYOUT, device=self.device) for _ in range(2)]
         self.producer, self.consumer = MemoryTransport(self.hub), MemoryTransport(self.hub)
