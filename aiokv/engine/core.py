@@ -200,6 +200,9 @@ class Core:
                 self.table.fail(part, error)
             else:
                 self._connect(part)
+        if error is not None and not session.live and not self.table.waiting.waits(session):
+            # Where nobody lets us in another one may live by now: the next attempt asks who it is.
+            self.peers.end(session, error, tell=True)
 
     # -- what comes from the data plane
 

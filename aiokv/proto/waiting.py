@@ -65,6 +65,10 @@ class Waiting:
         self._timers.set(deadline, parked)
         return ""
 
+    def waits(self, session: Session) -> bool:
+        """Whether a request of this session waits."""
+        return session in self._counts
+
     def claim(self, key: Key, sender: Role) -> list[Parked]:
         """The other half is here: all that waited for it, in order of arrival."""
         waiting = self._parked.pop((key, sender), [])

@@ -286,3 +286,41 @@ def test_a_path_that_never_opens(world):
     world.consumer.transport.mute = False
     world.transfer()
     world.assert_quiet()
+
+
+def test_who_can_not_be_reached_is_asked_who_it_is_by_the_next_attempt(world):
+    old = world.producer
+    offer = world.consumer.offer("for nothing", to=[old.address])  # a session, and no path
+    world.until(lambda: old.counts.parked == 1)
+    world.consumer.loop.within(offer.cancel)
+    world.over(offer)
+    world.failed(offer, TransferAborted)
+    old.transport.die()
+    world.network.cut(old.address, world.consumer.address, hold=True)  # it takes a while to hear of it
+    first = world.consumer.fetch("t", old)
+    world.over(first)
+    world.failed(first, PeerLostError, "no data path to memory://p")
+    assert world.consumer.counts.sessions == 0
+    world.sides.remove(old)
+    old.loop.kill()
+    world.network.kill(old.address)
+    world.producer = world.add("p")
+    world.network.heal()
+    world.transfer()
+    world.assert_quiet()
+
+
+def test_others_of_the_peer_go_on_where_a_path_can_not_be_opened(world):
+    offer, fetch = world.moving()
+    world.producer.transport.mute = True
+    failed = world.producer.fetch("other way", world.consumer)
+    world.over(failed)
+    world.failed(failed, PeerLostError, "no data path to memory://c")
+    world.landed(offer, fetch)
+    parked = world.consumer.fetch("later", world.producer)
+    world.until(lambda: world.producer.counts.parked == 1)
+    failed = world.producer.fetch("other way", world.consumer, attempt=1)
+    world.over(failed)
+    world.failed(failed, PeerLostError, "no data path to memory://c")
+    world.landed(world.producer.offer("later"), parked)
+    world.assert_quiet()
