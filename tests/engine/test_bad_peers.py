@@ -1,4 +1,4 @@
-"""Peers that speak another version, speak nonsense, or don't read: they cost their own transfers at most."""
+"""Peers that speak another version, or nonsense: they cost their own transfers at most."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from aiokv.proto.messages import (
     Hello,
     Landed,
     Message,
-    Offer,
     Ready,
     Refuse,
     Reset,
@@ -31,7 +30,6 @@ from aiokv.proto.messages import (
 )
 from aiokv.proto.session import Identity, Session
 from aiokv.proto.settings import Settings
-from aiokv.testing.channel import FaultyNetwork
 from aiokv.testing.pairs import LAYOUT, Engines, check_idle, settle, transfer
 
 ADDRESS = "memory://stranger"
@@ -153,50 +151,6 @@ async def test_a_peer_that_is_asked_and_speaks_another_version(push: bool) -> No
             assert (reset.reason, reset.stream) == ("version", 1)
             assert "speaks protocol 5..5" in reset.text
             assert a.statistics().sessions == 0
-            await others_are_well(a, b)
-
-
-@pytest.mark.asyncio
-async def test_a_peer_that_asks_and_speaks_another_version() -> None:
-    async with Engines(settings=IMPATIENT) as engines:
-        a, b = await engines.add("a"), await engines.add("b")
-        async with Stranger(engines.network, versions=(5, 5), answers=False) as stranger:
-            stranger.greet(a)
-            await settle(a)
-            (reset,) = [message for message in stranger.heard if isinstance(message, Reset)]
-            assert (reset.reason, reset.stream) == ("version", 1)
-            assert a.statistics().sessions == 0
-            await others_are_well(a, b)
-
-
-@pytest.mark.asyncio
-async def test_a_peer_of_another_version_says_so_itself() -> None:
-    """As one of our own would that is older, and was told of newer versions only."""
-    async with Engines(settings=IMPATIENT) as engines:
-        a, b = await engines.add("a"), await engines.add("b")
-        async with Stranger(engines.network, answers=False) as stranger:
-            fetch = a.fetch("t", [1], sources=[ADDRESS])
-            fetch.start()
-            await settle(a)
-            reset = Reset(1, "version", "only 5 is spoken here")
-            stranger.raw(a, stranger.frame(reset, mine=0))
-            with pytest.raises(Refused, match=r"reset the session \(version\): only 5 is spoken here"):
-                await fetch.wait()
-            await others_are_well(a, b)
-
-
-@pytest.mark.asyncio
-async def test_a_peer_that_speaks_more_versions_is_spoken_to_in_the_common_one() -> None:
-    async with Engines(settings=IMPATIENT) as engines:
-        a, b = await engines.add("a"), await engines.add("b")
-        async with Stranger(engines.network, versions=(1, 9)) as stranger:
-            offer = a.offer("t", [1], to=[ADDRESS])
-            offer.start()
-            await settle(a)
-            assert [type(message) for message in stranger.heard] == [Hello, Offer]
-            stranger.say(Refuse("t", 0, "consumer", "mood", "not today"))
-            with pytest.raises(Refused, match=r"memory://stranger refused \(mood\): not today"):
-                await offer.wait()
             await others_are_well(a, b)
 
 
@@ -336,35 +290,3 @@ async def test_answers_to_nobody_s_question_change_nothing() -> None:
             await settle(a)
             assert a.statistics().sessions == 1
             await others_are_well(a, b)
-
-
-# -- who doesn't read -----------------------------------------------------------------------------
-
-
-@pytest.mark.asyncio
-async def test_who_stops_reading_is_given_up_when_its_queue_is_full() -> None:
-    network = FaultyNetwork(seed=1, queue=8)
-    async with Engines(network=network) as engines:
-        a, b, deaf = [await engines.add(name) for name in ("a", "b", "deaf")]
-        await transfer(a, deaf, "well")
-        offer, fetch = a.offer("t", [1, 2]), b.fetch("t", [1, 2], sources=[a.address])
-        offer.start()
-        fetch.start()
-        await settle(a, b)
-        network.cut(a.address, deaf.address, both_ways=False, hold=True)
-        unread = [a.offer(f"unread {number}", [3], to=[deaf.address]) for number in range(10)]
-        for each in unread:
-            each.start()
-            await settle(a)
-        for each in unread:
-            with pytest.raises(PeerLostError, match="memory://deaf does not read its control messages"):
-                await each.wait()
-        for layer in range(4):
-            offer.layer_ready(layer)
-        await offer.wait()
-        await fetch.wait()
-        network.heal()
-        await settle(a, b, deaf)
-        check_idle(a, b)
-        await transfer(a, deaf, "again")
-        await others_are_well(a, b)
