@@ -308,11 +308,35 @@ class Core:
             self.table.producer.connected(part, self.clock())
             return
         peer = self.peers.peer_of(session)
-        if peer is not None and peer.link is not None and peer.transport is not None:
-            name, one_sided = peer.transport.name, peer.transport.one_sided
-            self.table.consumer.connected(part, self.clock(), name, peer.link.id, one_sided=one_sided)
-        else:
+        if peer is None or peer.link is None or peer.transport is None:
             self.peers.open_link(session)
+            return
+        name, one_sided = peer.transport.name, peer.transport.one_sided
+        # Whoever sends may do so as soon as it is asked, and its bytes wait for no stream.
+        if one_sided or self._reached(part):
+            self.table.consumer.connected(part, self.clock(), name, peer.link.id, one_sided=one_sided)
+
+    def _reached(self, part: Part) -> bool:
+        """Whether the caller's stream is done with a fetch's blocks; if not, the part is connected later."""
+        fetch, after = self._handles.get(part.transfer), self._after.get(part.transfer)
+        if after is None or not isinstance(fetch, Fetch):
+            return True
+        try:
+            if after.done():
+                return True
+        except DeviceError as error:
+            self.table.fail(part, error)
+            return False
+
+        def reached(error: DeviceError | None) -> None:
+            if error is not None:
+                self.table.fail(part, error)
+            else:
+                self._connect(part)
+            self.wake()
+
+        self.poller.watch(after, fetch.stream, reached)
+        return False
 
     def _start(self, part: Part) -> None:
         if not part.active:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from aiokv.engine.peer import Peer, Peers
-from aiokv.errors import CapacityError, PeerLostError, Refused, RemoteProtocolError
+from aiokv.errors import CapacityError, ClosedError, PeerLostError, Refused, RemoteProtocolError
 from aiokv.proto.messages import Frame, Hello, Message, Reset, as_text, decode_frame, decode_messages
 from aiokv.proto.session import Identity, Phase, Session
 
@@ -124,7 +124,11 @@ class Demultiplexer:
             return
         if self._was_heard(frame, hello):
             return
-        session = self._greeted(frame, hello, peer)
+        try:
+            session = self._greeted(frame, hello, peer)
+        except (CapacityError, ClosedError) as error:
+            self._stray("HELLO from %s: %s", frame.reply, error)
+            return
         if session is None:
             return
         session.receive_hello(frame, hello, self._clock())
@@ -171,6 +175,8 @@ class Demultiplexer:
         return session if frame.yours in (0, session.mine) else None
 
     def _on_reset(self, frame: Frame, reset: Reset) -> None:
+        if frame.dst != self._me.incarnation:
+            return  # for who lived here before, whose streams had the same numbers
         peer = self._peers.by_stream(reset.stream)
         session = peer.session if peer else None
         if session is None or (

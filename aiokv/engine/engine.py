@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 from typing import Literal, Self
 
@@ -144,16 +144,19 @@ class TransferEngine:
         if self._state == "open":
             core, self._state = self._opened(), "closing"
             self._closing = asyncio.ensure_future(self._close(core))
-        closing = self._closing
-        if closing is None:
-            return
         cancelled: asyncio.CancelledError | None = None
-        while not closing.done():
+        while (closing := self._closing) is not None:
             try:
                 await asyncio.shield(closing)
             except asyncio.CancelledError as error:
                 cancelled = error
-        closing.result()
+                if closing.cancelled() and self._state == "closing" and self._core is not None:
+                    # asyncio.run cancels all tasks in the end: this one before it had begun.
+                    if self._closing is closing:
+                        self._closing = asyncio.ensure_future(self._close(self._core))
+                    continue
+            if closing.done():
+                break
         if cancelled is not None:
             raise cancelled
 
@@ -164,7 +167,10 @@ class TransferEngine:
                 error = ClosedError(f"transfer {handle.transfer}: its engine was closed")
                 core.abort(handle.transfer, error, "closed")
             for handle in going:
-                await handle.quiet()
+                while not handle.done():
+                    # asyncio.run cancels all tasks in the end, this one too; blocks in use come first.
+                    with suppress(asyncio.CancelledError):
+                        await handle.quiet()
             await self._say_goodbye(core)
         finally:
             self._state = "closed"

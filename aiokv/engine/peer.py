@@ -30,11 +30,13 @@ _log = logging.getLogger("aiokv")
 class Peer:
     """One address, and the engine that lives there now."""
 
-    __slots__ = ("address", "link", "opening", "port", "session", "transport")
+    __slots__ = ("address", "link", "opening", "port", "session", "transport", "worn")
 
     def __init__(self, address: str, port: Port) -> None:
         self.address = address
         self.port = port
+        #: Somebody was heard from there, and the session with him ended, since the port was opened.
+        self.worn = False
         #: The current session; None before the first, and after the last has ended.
         self.session: Session | None = None
         #: Consumer side: the path to read from (or be sent to by) this peer; None until opened.
@@ -155,12 +157,21 @@ class Peers:
         raise CapacityError(f"there are {len(self._peers)} peers with live transfers, as many as allowed")
 
     def twin(self, peer: Peer, address: str) -> Peer:
-        """Who lives at ``address`` has a session of its own, beside that of ``peer``; they share a port."""
-        found = self._peers[address] = Peer(peer.address, peer.port)
+        """Who lives at ``address`` has a session of its own, beside that of ``peer``."""
+        found = self._peers[address] = Peer(peer.address, self._channel.open(peer.address))
         return found
 
     def begin(self, peer: Peer) -> Session:
-        """A new session with a peer that has none."""
+        """A new session with a peer that has none.
+
+        Raises:
+            CapacityError: The control channel has no more ports.
+        """
+        if peer.worn:
+            # The old port may still be connected to a process that is gone, and lose what it is given.
+            port = self._channel.open(peer.address)
+            peer.port.close()
+            peer.port, peer.worn = port, False
         stream = next(self._streams)
         session = Session(
             self._me, stream, peer.address, self._settings, self._clock(), self._talking, self._timed
@@ -241,7 +252,7 @@ class Peers:
             if not others:
                 del self._up_with[session.incarnation]
         if peer is not None and peer.session is session:
-            peer.session = None
+            peer.session, peer.worn = None, bool(session.incarnation)
             if peer.opening is not None:
                 peer.opening.cancel()
                 peer.opening = None

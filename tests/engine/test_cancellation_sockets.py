@@ -144,6 +144,32 @@ async def test_closing_while_a_path_is_being_opened(caches: list[KVCache], role:
                 break
 
 
+@pytest.mark.asyncio
+@transports
+async def test_all_tasks_at_once_while_engines_are_closed(caches: list[KVCache], transport: str) -> None:
+    """As ``asyncio.run`` does when its main task is over."""
+    engines = [TransferEngine(cache, transports=[transport]) for cache in caches]
+    for engine in engines:
+        await engine.__aenter__()
+    before = asyncio.all_tasks()
+    offer, fetch = begin(*engines)
+    offer.layer_ready(0)
+    await fetch.layer(0)
+    closing = [asyncio.create_task(engine.aclose()) for engine in engines]
+    await asyncio.sleep(0)
+    for task in asyncio.all_tasks() - before:
+        task.cancel()
+    await asyncio.wait(closing)
+    assert all(task.cancelled() for task in closing)
+    assert asyncio.all_tasks() == before
+    assert offer.done()
+    assert fetch.done()
+    check_idle(*engines)
+    for handle in (offer, fetch):
+        with pytest.raises((ClosedError, TransferAborted)):
+            await handle.wait()
+
+
 @asynccontextmanager
 async def two(caches: list[KVCache], transport: str) -> AsyncIterator[tuple[TransferEngine, TransferEngine]]:
     async with (

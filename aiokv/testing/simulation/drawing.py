@@ -65,16 +65,11 @@ def draw(seed: int | str, mood: Mood | None = None) -> Scenario:
         seed=str(seed),
         settings=settings,
         ranks=ranks,
-        requests=requests if transports == ("memory",) else tuple(map(_with_idle_streams, requests)),
+        requests=requests,
         faults=faults,
         channel=channel,
         transports=transports,
     )
-
-
-def _with_idle_streams(request: Request) -> Request:
-    """The request, with nothing enqueued before its fetches: what is sent doesn't wait for streams."""
-    return replace(request, fetches=tuple(replace(fetch, busy=False) for fetch in request.fetches))
 
 
 def _settings(rng: random.Random) -> Settings:
