@@ -48,12 +48,11 @@ async def open_link(
 async def _connect(transport: Transport, description: bytes, peer: PeerInfo, within: float) -> Link:
     """Connect in time. Time in which this side stood still is not held against the producer."""
     loop = asyncio.get_running_loop()
-    due = loop.time() + within
-    try:
-        async with asyncio.timeout_at(due):
-            return await transport.connect(description, peer)
-    except TimeoutError:
-        if loop.time() < due + within / 3:
-            raise
-    async with asyncio.timeout(within):
-        return await transport.connect(description, peer)
+    while True:
+        due = loop.time() + within
+        try:
+            async with asyncio.timeout_at(due):
+                return await transport.connect(description, peer)
+        except TimeoutError:
+            if loop.time() < due + within / 3:
+                raise
