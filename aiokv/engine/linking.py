@@ -47,12 +47,39 @@ async def open_link(
 
 async def _connect(transport: Transport, description: bytes, peer: PeerInfo, within: float) -> Link:
     """Connect in time. Time in which this side stood still is not held against the producer."""
-    loop = asyncio.get_running_loop()
     while True:
-        due = loop.time() + within
+        still = _Standstill(within / 8)
         try:
-            async with asyncio.timeout_at(due):
+            async with asyncio.timeout(within):
                 return await transport.connect(description, peer)
         except TimeoutError:
-            if loop.time() < due + within / 3:
+            if not still.seen:
                 raise
+        finally:
+            still.close()
+
+
+class _Standstill:
+    """Notices that the loop was held, or the process stopped, for longer than ``step`` seconds.
+
+    It looks at each step: how late a time-out itself comes says little, since most of the time
+    in which nothing ran may lie before it.
+    """
+
+    def __init__(self, step: float) -> None:
+        self.seen = False
+        self._loop = asyncio.get_running_loop()
+        self._step = step
+        self._timer = self._next()
+
+    def _next(self) -> asyncio.TimerHandle:
+        due = self._loop.time() + self._step
+        return self._loop.call_at(due, self._look, due)
+
+    def _look(self, due: float) -> None:
+        self.seen = self.seen or self._loop.time() > due + self._step
+        self._timer = self._next()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._timer.cancel()

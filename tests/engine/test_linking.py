@@ -92,12 +92,13 @@ async def test_one_that_does_not_answer_costs_its_time_and_no_more() -> None:
 
 
 @virtual_time
-async def test_time_in_which_this_side_stood_still_is_not_held_against_it() -> None:
+@pytest.mark.parametrize("stood_s", [1, 2, 10])
+async def test_time_in_which_this_side_stood_still_is_not_held_against_it(stood_s: int) -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualLoop)
     waits = [1000.0, 0.5]
     late = Scripted("one", lambda: asyncio.sleep(waits.pop(0)))
-    loop.call_soon(loop.virtual.advance, 10 * 10**9)
+    loop.call_soon(loop.virtual.advance, stood_s * 10**9)
     assert await opened(late, within=2.0) == ("one", "link by one")
     assert len(late.tried) == 2
 
