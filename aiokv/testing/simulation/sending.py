@@ -280,7 +280,7 @@ class SendingTransport:
         """Be found."""
         await asyncio.sleep(0)
         self._cache = cache
-        self._token = self._process.world.hub.issue()
+        self._token = self._process.world.issue()
         self._process.world.senders[self._token] = self
 
     def describe(self) -> bytes:
@@ -298,7 +298,7 @@ class SendingTransport:
             await asyncio.sleep(0.01)
         if found is None or not self._token:
             raise PeerLostError(f"{peer.address} is not there")
-        link = world.hub.issue()
+        link = world.issue()
         sender = found._process.loop.within(_Sender, link, found._process)
         sender.other = receiver = _Receiver(link, self._process, sender)
         found._senders[link] = sender

@@ -57,7 +57,8 @@ class World:
             lambda _, context: self.fail(f"world: {context['message']}: {context.get('exception')!r}")
         )
         self.network = SimulatedNetwork(self, scenario.channel)
-        self.hub = MemoryHub()
+        self.hub = MemoryHub(name=b"seededly")
+        self._issued = 0
         self.senders: dict[bytes, SendingTransport] = {}
         self.users: set[asyncio.Task[None]] = set()
         self.records: list[Record] = []
@@ -84,6 +85,11 @@ class World:
     def note(self, who: str, what: str) -> None:
         """Add a line to the trace."""
         self.trace.append((self.time.now, who, what))
+
+    def issue(self) -> bytes:
+        """A name for something that is sent by; counted, since chance is drawn by it."""
+        self._issued += 1
+        return self._issued.to_bytes(16, "big")
 
     def leave_out(self, process: Process, request: Request, why: str) -> None:
         """A process can't take part in a request, so that may not end well."""
