@@ -90,6 +90,15 @@ def test_a_loop_that_was_held_for_long_is_told_before_anything_is_judged() -> No
     assert world.run() == [("late", 5000), ("due", 5005)]
 
 
+def test_a_loop_that_is_held_again_while_it_reads_its_input_is_told_again() -> None:
+    world = World()
+    world.set(20)
+    world.time.advance(5000 * MS)
+    world.loop.call_later(0.002, world.time.advance, 5000 * MS)
+    called = world.run(20_000)
+    assert [what for what, _ in called] == ["late", "late", "due"]
+
+
 def test_setting_it_while_input_is_read_leaves_it_as_it_is() -> None:
     world = World()
     world.set(20)
