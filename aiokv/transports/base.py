@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from aiokv.device.base import Buffer, Event, Stream
-from aiokv.proto.layout import Placement
+from aiokv.proto.placement import Placement
 from aiokv.proto.plan import Chunk, CopyPlan
 
 if TYPE_CHECKING:

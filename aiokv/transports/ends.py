@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from aiokv.device.base import Buffer, Event, Stream
 from aiokv.errors import LocalProtocolError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PartId
 
-__all__ = ["LinkEnd"]
+__all__ = ["LinkEnd", "keep_until_lost"]
 
 
 class LinkEnd:
@@ -96,3 +96,16 @@ class LinkEnd:
 
     def _refuse(self, what: str) -> NoReturn:
         raise LocalProtocolError(f"this end of a {self._name} link has no {what}()")
+
+
+_End = TypeVar("_End", bound=LinkEnd)
+
+
+def keep_until_lost(table: dict[bytes, _End], end: _End) -> None:
+    """Let ``end`` be found in ``table`` by its link's id, until it is lost."""
+    table[end.id] = end
+
+    def forget() -> None:
+        table.pop(end.id, None)
+
+    end.on_lost(forget)

@@ -21,7 +21,7 @@ import msgspec
 
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.transports.base import Link, PeerInfo
-from aiokv.transports.ends import LinkEnd
+from aiokv.transports.ends import LinkEnd, keep_until_lost
 from aiokv.transports.handshake import Listener, Welcome, greet, new_token
 from aiokv.transports.mapping import off_loop
 
@@ -172,12 +172,7 @@ class LocalTransport(abc.ABC):
         self._description, self._cache = description, cache
 
     def _admit(self, sock: socket.socket, link: bytes) -> None:
-        end = LocalEnd(link, self.name, sock, self.ends)
-        self._accepted[link] = end
-        end.on_lost(lambda: self._forget(link))
-
-    def _forget(self, link: bytes) -> None:
-        self._accepted.pop(link, None)
+        keep_until_lost(self._accepted, LocalEnd(link, self.name, sock, self.ends))
 
     def describe(self) -> bytes:
         """Boot id, name of the socket, and token."""

@@ -9,6 +9,7 @@ is never held for long.
 
 from __future__ import annotations
 
+import abc
 import socket
 
 from aiokv.transports.ends import LinkEnd
@@ -20,7 +21,7 @@ __all__ = ["SLICE", "StreamEnd"]
 SLICE = 2 << 20
 
 
-class StreamEnd(LinkEnd):
+class StreamEnd(LinkEnd, abc.ABC):
     """What both ends do: own the socket, and know when it broke."""
 
     def __init__(
@@ -35,8 +36,9 @@ class StreamEnd(LinkEnd):
         table.add(self)
         self._loop.add_reader(self._fd, self._readable)
 
+    @abc.abstractmethod
     def _readable(self) -> None:
-        raise NotImplementedError
+        """The socket has something to read, or its end."""
 
     def _end(self, reason: str) -> None:
         """Let go of the socket: from here on nothing is read, written, or called back."""

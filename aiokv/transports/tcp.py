@@ -19,6 +19,7 @@ import msgspec
 
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.transports.base import Link, PeerInfo
+from aiokv.transports.ends import keep_until_lost
 from aiokv.transports.handshake import Listener, greet, new_token
 from aiokv.transports.receiver import Receiver
 from aiokv.transports.sender import Sender
@@ -102,12 +103,7 @@ class TcpTransport:
         self._started = True
 
     def _admit(self, sock: socket.socket, link: bytes) -> None:
-        sender = Sender(link, self.name, sock, self._io, self._ends)
-        self._accepted[link] = sender
-        sender.on_lost(lambda: self._forget(link))
-
-    def _forget(self, link: bytes) -> None:
-        self._accepted.pop(link, None)
+        keep_until_lost(self._accepted, Sender(link, self.name, sock, self._io, self._ends))
 
     def describe(self) -> bytes:
         """Host, port and token."""
