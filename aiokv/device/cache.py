@@ -10,7 +10,8 @@ import numpy as np
 from aiokv.device.base import Buffer, Device
 from aiokv.device.host import HostBuffer, HostDevice
 from aiokv.errors import ClosedError, LayoutMismatch
-from aiokv.proto.layout import CacheLayout, GroupLayout, GroupPlacement, Placement, itemsize
+from aiokv.proto.layout import CacheLayout, GroupLayout, itemsize
+from aiokv.proto.placement import GroupPlacement, Placement
 
 if TYPE_CHECKING:
     import torch

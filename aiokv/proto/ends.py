@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from aiokv.errors import InvalidBlocks
-from aiokv.proto.layout import CacheLayout, GroupLayout, Placement
+from aiokv.proto.layout import CacheLayout, GroupLayout
+from aiokv.proto.placement import Placement
 from aiokv.proto.section import Offsets
 
 __all__ = ["End", "GroupBlocks", "Side", "cut"]

@@ -19,7 +19,8 @@ import numpy as np
 from msgspec import Meta
 
 from aiokv.errors import RemoteProtocolError
-from aiokv.proto.layout import CacheLayout, Placement
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.placement import Placement
 from aiokv.proto.plan import GroupBlocks
 
 __all__ = [

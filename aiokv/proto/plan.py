@@ -22,7 +22,8 @@ import numpy as np
 
 from aiokv.errors import InvalidBlocks, LayoutMismatch
 from aiokv.proto.ends import End, GroupBlocks, Side, cut
-from aiokv.proto.layout import CacheLayout, GroupPlacement
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.placement import GroupPlacement
 from aiokv.proto.section import Copy, Loop, Offsets, Section, find_joins, minimal
 
 __all__ = ["Chunk", "Copy", "CopyPlan", "GroupBlocks", "Section", "Side", "plan_copy"]

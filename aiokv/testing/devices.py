@@ -24,7 +24,8 @@ import numpy as np
 
 from aiokv.device.base import Buffer, Device, Event, Stream
 from aiokv.errors import DeviceError
-from aiokv.proto.layout import CacheLayout, Placement
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.placement import Placement
 from aiokv.proto.plan import CopyPlan, GroupBlocks, Side, plan_copy
 
 __all__ = ["CASES", "Case", "DeviceKit"]

@@ -26,8 +26,9 @@ import msgspec
 import numpy as np
 
 from aiokv.errors import AiokvError, PeerLostError, RemoteProtocolError
-from aiokv.proto.layout import CacheLayout, Placement
+from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Frame, Hello, Message, decode_frame, decode_messages
+from aiokv.proto.placement import Placement
 from aiokv.proto.plan import GroupBlocks
 from aiokv.proto.session import Identity, Phase, Session
 from aiokv.proto.settings import SECOND, Settings

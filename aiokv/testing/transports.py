@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
-from aiokv.proto.layout import CacheLayout, Placement
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.placement import Placement
 from aiokv.testing.transport_kit import PATIENCE_S, Engine, Kit, Part, done
 from aiokv.transports.base import Link, PeerInfo
 

@@ -19,7 +19,8 @@ import torch
 from aiokv.device.base import Buffer
 from aiokv.device.host import HostBuffer, HostDevice
 from aiokv.errors import CapacityError, ClosedError, DeviceError
-from aiokv.proto.layout import CacheLayout, Placement
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.placement import Placement
 from aiokv.proto.plan import Chunk, CopyPlan, GroupBlocks, Side, plan_copy
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd is Linux's")

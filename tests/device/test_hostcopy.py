@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from aiokv.device import hostcopy
-from aiokv.proto.layout import CacheLayout, Placement
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.placement import Placement
 from aiokv.proto.plan import Copy, GroupBlocks, Section, Side, plan_copy
 
 

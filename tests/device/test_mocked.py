@@ -10,7 +10,8 @@ import pytest
 from aiokv.device.host import HostDevice
 from aiokv.device.mocked import MockedBuffer, MockedDevice, MockedStream
 from aiokv.errors import DeviceError
-from aiokv.proto.layout import CacheLayout, Placement
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.placement import Placement
 from aiokv.proto.plan import CopyPlan, GroupBlocks, Side, plan_copy
 
 BLOCK = 64  # bytes: 4 tokens of one head of 4 float16, K and V

@@ -11,7 +11,6 @@ import pytest
 from aiokv.control.memory import MemoryChannel, MemoryNetwork
 from aiokv.engine.engine import TransferEngine
 from aiokv.errors import AiokvError, PeerLostError, Refused
-from aiokv.proto.layout import Placement
 from aiokv.proto.messages import (
     Abort,
     Accept,
@@ -28,6 +27,7 @@ from aiokv.proto.messages import (
     encode_frame,
     encode_message,
 )
+from aiokv.proto.placement import Placement
 from aiokv.proto.session import Identity, Session
 from aiokv.proto.settings import Settings
 from aiokv.testing.pairs import LAYOUT, Engines, check_idle, settle, transfer

@@ -10,7 +10,7 @@ import pytest
 
 from aiokv.engine.linking import open_link
 from aiokv.errors import DeviceError, PeerLostError
-from aiokv.proto.layout import Placement
+from aiokv.proto.placement import Placement
 from aiokv.testing.pairs import LAYOUT, virtual_time
 from aiokv.testing.virtual import VirtualLoop
 from aiokv.transports.base import PeerInfo

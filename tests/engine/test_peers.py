@@ -11,7 +11,6 @@ import pytest
 from aiokv.control.memory import MemoryNetwork
 from aiokv.engine.engine import TransferEngine
 from aiokv.errors import CapacityError, LayoutMismatch, PeerLostError, Refused
-from aiokv.proto.layout import Placement
 from aiokv.proto.messages import (
     Frame,
     Hello,
@@ -23,8 +22,10 @@ from aiokv.proto.messages import (
     encode_frame,
     encode_message,
 )
+from aiokv.proto.placement import Placement
 from aiokv.proto.settings import Settings
-from aiokv.testing.channel import FaultyNetwork
+from aiokv.engine.handle import Offer
+from aiokv.testing.channel import Faults, FaultyNetwork
 from aiokv.testing.pairs import LAYOUT, Engines, check_idle, kv_of, settle, transfer, virtual_time
 
 VERSION_1 = Hello((1, 1), "memory://raw", LAYOUT, Placement.dense(LAYOUT), {})
@@ -486,6 +487,52 @@ async def test_another_name_used_later_disturbs_nothing_that_goes_on() -> None:
             live.layer_ready(0)
             await fetch.layer(0)
             await transfer(a, b, "other", address=alias)
+        check_idle(a, b)
+
+
+@virtual_time
+@pytest.mark.parametrize("first", ["own name", "other name"])
+@pytest.mark.parametrize("delay", [0.01, 0.8])
+async def test_two_names_may_be_used_at_once_whichever_greeting_comes_first(first: str, delay: float) -> None:
+    network = FaultyNetwork(seed=1)
+    network.alias("memory://alias", "memory://a")
+    async with Engines(network=network) as engines:
+        a, b = await engines.add("a"), await engines.add("b")
+        network.script(b.address, "memory://alias" if first == "own name" else "memory://a", delay)
+        async with asyncio.TaskGroup() as group:
+            for number, name in enumerate(("memory://alias", "memory://a")):
+                blocks = [2 * number, 2 * number + 1]
+                group.create_task(
+                    transfer(a, b, f"t{number}", source=blocks, target=blocks, address=name, others=False)
+                )
+        check_idle(a, b)
+
+
+@virtual_time
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("others", [False, True])
+async def test_greetings_that_cross_by_other_names_are_sorted_out(seed: int, others: bool) -> None:
+    network = FaultyNetwork(seed=seed, faults=Faults(delay=(0.0, 0.02)))
+    network.alias("memory://other-a", "memory://a")
+    network.alias("memory://other-b", "memory://b")
+    async with Engines(network=network) as engines:
+        a, b = await engines.add("a"), await engines.add("b")
+        handles = [
+            a.fetch("to a", [1], sources=["memory://other-b"], deadline=5),
+            b.offer("to a", [1], deadline=5),
+            b.fetch("to b", [3], sources=["memory://other-a" if others else "memory://a"], deadline=5),
+            a.offer("to b", [3], deadline=5),
+            a.offer("push", [5], to=["memory://other-b" if others else "memory://b"], deadline=5),
+            b.fetch("push", [5], deadline=5),
+        ]
+        for handle in handles:
+            handle.start()
+        for handle in handles:
+            if isinstance(handle, Offer):
+                for layer in range(4):
+                    handle.layer_ready(layer)
+        outcomes = await asyncio.gather(*(handle.wait() for handle in handles), return_exceptions=True)
+        assert outcomes == [None] * 6
         check_idle(a, b)
 
 

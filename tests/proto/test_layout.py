@@ -1,17 +1,13 @@
-"""Layouts and placements: what they say of memory, and what they refuse."""
+"""Layouts: what they say of memory, and what they refuse."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from aiokv.errors import LayoutMismatch, Refused
-from aiokv.proto.layout import CacheLayout, GroupLayout, GroupPlacement, Placement, itemsize
+from aiokv.proto.layout import CacheLayout, GroupLayout, itemsize
 
 GROUP = GroupLayout(
     layers=(0, 1), blocks=5, block_size=4, heads=(2, 4), total_heads=8, head_size=16, dtype="bfloat16"
@@ -188,66 +184,3 @@ def test_every_difference_is_named() -> None:
         "model fingerprint 6f6e65 against empty",
         "2 KV cache groups against 1",
     ]
-
-
-# -- placements -------------------------------------------------------------------------------------
-
-
-@given(st.sampled_from([1, 64, 4096]))
-def test_a_dense_placement_is_aligned_and_without_overlap(align: int) -> None:
-    split = CacheLayout(groups=(changed(GROUP, axes="bthd", split=True), LATENT))
-    placement = Placement.dense(split, align)
-    placement.check(split)
-    spans = []
-    for group, place in zip(split.groups, placement.groups, strict=True):
-        assert place.strides == group.dense_strides()
-        size = group.blocks * group.block_bytes // group.planes
-        spans += [(offset, offset + size) for planes in place.layers for _, offset in planes]
-    assert len(spans) == 5
-    assert all(first % align == 0 for first, _ in spans)
-    assert all(end <= first for (_, end), (first, _) in pairwise(spans))
-    assert placement.buffers[0] - spans[-1][1] < align
-
-
-def test_a_placement_survives_the_wire() -> None:
-    placement = Placement.dense(LAYOUT)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(placement), type=Placement) == placement
-
-
-SMALL = CacheLayout(groups=(changed(GROUP, layers=(0,)),))
-SIZE = 5 * 512
-
-
-def placed(strides: tuple[int, int, int, int], *planes: tuple[int, int]) -> GroupPlacement:
-    return GroupPlacement(strides=strides, layers=(planes,))
-
-
-STRIDES = SMALL.groups[0].dense_strides()
-
-
-def test_a_placement_may_fill_its_buffer() -> None:
-    Placement(buffers=(8, SIZE + 3), groups=(placed(STRIDES, (1, 3)),)).check(SMALL)
-
-
-@pytest.mark.parametrize(
-    ("group", "message"),
-    [
-        (placed(STRIDES, (0, 1)), "beyond buffer 0"),
-        (placed(STRIDES, (0, -1)), "beyond buffer 0"),
-        (placed(STRIDES, (0, 2**80)), "beyond buffer 0"),
-        (placed(STRIDES, (1, 0)), "no buffer 1"),
-        (placed(STRIDES, (-1, 0)), "no buffer -1"),
-        (placed((STRIDES[0] + 1, *STRIDES[1:]), (0, 0)), "beyond buffer 0"),
-        (placed((-1, *STRIDES[1:]), (0, 0)), "strides out of range"),
-        (placed((2**48, *STRIDES[1:]), (0, 0)), "strides out of range"),
-        (placed(STRIDES, (0, 0), (0, 0)), "2 tensors instead of 1"),
-        (GroupPlacement(strides=STRIDES, layers=()), "different numbers of layers"),
-        (None, "different numbers of groups"),
-    ],
-)
-def test_a_placement_that_leads_out_of_its_buffers_is_refused(
-    group: GroupPlacement | None, message: str
-) -> None:
-    placement = Placement(buffers=(SIZE,), groups=(group,) if group else ())
-    with pytest.raises(ValueError, match=message):
-        placement.check(SMALL)

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from aiokv.errors import RemoteProtocolError
-from aiokv.proto.layout import CacheLayout, GroupLayout, Placement
+from aiokv.proto.layout import CacheLayout, GroupLayout
 from aiokv.proto.messages import (
     OLDEST_VERSION,
     VERSION,
@@ -38,6 +38,7 @@ from aiokv.proto.messages import (
     pack_blocks,
     unpack_blocks,
 )
+from aiokv.proto.placement import Placement
 from aiokv.proto.plan import GroupBlocks
 
 LAYOUT = CacheLayout(

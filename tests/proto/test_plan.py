@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aiokv.errors import InvalidBlocks, LayoutMismatch
-from aiokv.proto.layout import CacheLayout, GroupLayout, GroupPlacement, Kind, Placement, itemsize
+from aiokv.proto.layout import CacheLayout, GroupLayout, Kind, itemsize
+from aiokv.proto.placement import GroupPlacement, Placement
 from aiokv.proto.plan import Chunk, Copy, CopyPlan, GroupBlocks, Side, plan_copy
 
 #: (axes, split) of everything that keeps K and V of several heads.

@@ -7,7 +7,7 @@ import pytest
 
 from aiokv.control.base import MAX_FRAME
 from aiokv.errors import ClosedError, PeerLostError, Refused, RemoteProtocolError
-from aiokv.proto.layout import CacheLayout, Placement
+from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import (
     Accept,
     Bye,
@@ -23,6 +23,7 @@ from aiokv.proto.messages import (
     decode_messages,
     encode_message,
 )
+from aiokv.proto.placement import Placement
 from aiokv.proto.session import _GRACE_NS, Identity, Phase, Session
 from aiokv.proto.settings import SECOND, Settings
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from aiokv.proto.layout import CacheLayout, Placement
+from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Grant, Hello, Offer
+from aiokv.proto.placement import Placement
 from aiokv.proto.session import Identity, Session
 from aiokv.proto.settings import SECOND, Settings
 from aiokv.proto.waiting import Tombstone, Tombstones, Waiting

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from aiokv.device.cache import KVCache
-from aiokv.proto.layout import CacheLayout, Placement
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.placement import Placement
 from aiokv.proto.plan import GroupBlocks, Side, plan_copy
 from aiokv.transports.base import PeerInfo
 

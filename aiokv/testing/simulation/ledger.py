@@ -20,7 +20,8 @@ from aiokv.device.hazards import Access
 from aiokv.device.mocked import MockedBuffer, MockedStream
 from aiokv.device.mockedstream import MockedEvent, Operation
 from aiokv.errors import DeviceError
-from aiokv.proto.layout import CacheLayout, GroupLayout, GroupPlacement
+from aiokv.proto.layout import CacheLayout, GroupLayout
+from aiokv.proto.placement import GroupPlacement
 
 __all__ = ["Blocks", "Bytes", "Ledger", "Offsets", "truth"]
 
