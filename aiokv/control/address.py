@@ -1,4 +1,8 @@
-"""Addresses of the control plane over TCP: ``tcp://host:port``, checked before anything is opened."""
+"""Addresses of the control plane: ``tcp://host:port#key``, checked before anything is opened.
+
+The key is there where peers have keys. It says who has to be at the host and port, so that whoever is told an
+address is told whom to trust there.
+"""
 
 from __future__ import annotations
 
@@ -9,36 +13,51 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["TcpAddress"]
+__all__ = ["Address", "bindable", "key_of", "reachable"]
 
 _LABEL = r"\w(?:[\w-]{0,61}\w)?"
+_SIX = r"\[(?P<six>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]"
 _PATTERN = re.compile(
-    rf"tcp://(?:\[(?P<six>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<host>\*|{_LABEL}(?:\.{_LABEL})*))(?::(?P<port>[0-9]{{1,5}}))?",
+    rf"(?P<scheme>[a-z]+)://(?:{_SIX}|(?P<host>\*|{_LABEL}(?:\.{_LABEL})*))"
+    r"(?::(?P<port>[0-9]{1,5}))?(?:#(?P<key>[0-9a-f]{64}))?",
     re.ASCII,
 )
 
 
+def key_of(address: str) -> str:
+    """The key that an address names; empty where it names none."""
+    return address.partition("#")[2]
+
+
 @dataclass(frozen=True, slots=True)
-class TcpAddress:
+class Address:
     """A host (a name, an IPv4 or an IPv6 address) and a port; ``str`` gives the address back."""
 
+    scheme: str  # which channel speaks there
     host: str  # without the brackets that IPv6 has in the address; "*" is written out
     port: int | None  # None: none was given; 0: any that is free
+    key: str = ""  # of who has to be there, as 64 hexadecimal digits; empty where peers have no keys
 
     @classmethod
-    def parse(cls, text: str) -> TcpAddress:
+    def parse(cls, text: str, scheme: str = "tcp") -> Address:
         """Take an address apart.
 
         Raises:
-            ValueError: It isn't of the form ``tcp://host:port``; IPv6 goes in brackets.
+            ValueError: It isn't of the form ``scheme://host:port``, with a key or without; IPv6 goes in brackets.
         """
         match = _PATTERN.fullmatch(text)
-        if match is None:
-            raise ValueError(f"{text!r} is not tcp://host:port (an IPv6 host goes in brackets)")
+        if match is None or match["scheme"] != scheme:
+            raise ValueError(f"{text!r} is not {scheme}://host:port (an IPv6 host goes in brackets)")
         host, port = match["six"] or match["host"], match["port"]
         if port is not None and int(port) > 0xFFFF:
             raise ValueError(f"{text!r}: there is no port {port}")
-        address = cls("0.0.0.0" if host == "*" else host, None if port is None else int(port))  # noqa: S104
+        everywhere = "0.0.0.0"  # noqa: S104
+        address = cls(
+            scheme,
+            everywhere if host == "*" else host,
+            None if port is None else int(port),
+            match["key"] or "",
+        )
         if address.ip is None and (match["six"] or re.fullmatch(r"[0-9.]+", host)):
             raise ValueError(f"{text!r}: {host} is no IP address")
         return address
@@ -61,11 +80,26 @@ class TcpAddress:
         """Whether the host is an IPv6 address."""
         return isinstance(self.ip, ipaddress.IPv6Address)
 
-    def with_port(self, port: int) -> TcpAddress:
+    @property
+    def loopback(self) -> bool:
+        """Whether other hosts can't reach it. Of names only ``localhost`` is known not to lead elsewhere."""
+        return self.host == "localhost" if self.ip is None else self.ip.is_loopback
+
+    @property
+    def endpoint(self) -> str:
+        """The address without its key."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}" if self.port is None else f"{self.scheme}://{host}:{self.port}"
+
+    def with_port(self, port: int) -> Address:
         """The same host with another port."""
         return replace(self, port=port)
 
-    def looked_up(self, found: Sequence[tuple[Any, ...]]) -> TcpAddress:
+    def with_key(self, key: str) -> Address:
+        """The same place, where the owner of ``key`` has to be."""
+        return replace(self, key=key)
+
+    def looked_up(self, found: Sequence[tuple[Any, ...]]) -> Address:
         """The address with its name replaced by what ``getaddrinfo`` found for it, IPv4 first.
 
         One of them, since a ZeroMQ socket with two connections deals its frames out among both; and IPv4
@@ -75,5 +109,35 @@ class TcpAddress:
         return replace(self, host=four_first[0][4][0])
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}" if self.port is None else f"tcp://{host}:{self.port}"
+        return f"{self.endpoint}#{self.key}" if self.key else self.endpoint
+
+
+def bindable(bind: str, advertise: str | None, scheme: str) -> tuple[Address, Address | None]:
+    """Where to bind, and what peers are told where that is something else, taken apart and checked.
+
+    Raises:
+        ValueError: An address is malformed, has a key, or is none that a peer can reach.
+    """
+    here = Address.parse(bind, scheme)
+    told = None if advertise is None else Address.parse(advertise, scheme)
+    if here.port is None:
+        raise ValueError(f"{bind!r} has no port; port 0 takes a free one")
+    if here.key or (told and told.key):
+        raise ValueError(f"{bind!r}: keys= says whose address it is")
+    if here.any_host and told is None:
+        raise ValueError(f"{bind!r} is no address that a peer can reach: pass advertise= one that is")
+    if told is not None and told.any_host:
+        raise ValueError(f"advertise={advertise!r} is no address that a peer can reach")
+    return here, told
+
+
+def reachable(address: str, scheme: str) -> Address:
+    """A peer's address, taken apart and checked.
+
+    Raises:
+        ValueError: It is malformed, or none to connect to.
+    """
+    peer = Address.parse(address, scheme)
+    if not peer.port or peer.any_host:
+        raise ValueError(f"{address!r} is no address to connect to")
+    return peer

@@ -20,7 +20,7 @@ from typing import Any
 import zmq
 from aiozmq import ZmqProtocol
 
-from aiokv.control.address import TcpAddress
+from aiokv.control.address import Address, bindable, reachable
 from aiokv.control.base import MAX_FRAME
 from aiokv.control.draining import DrainingTransport
 from aiokv.errors import CapacityError, ClosedError, LocalProtocolError
@@ -54,14 +54,7 @@ class ZmqChannel:
     """
 
     def __init__(self, bind: str, *, advertise: str | None = None, queue: int = 4096) -> None:
-        self._bind = TcpAddress.parse(bind)
-        self._advertise = None if advertise is None else TcpAddress.parse(advertise)
-        if self._bind.port is None:
-            raise ValueError(f"{bind!r} has no port; port 0 takes a free one")
-        if self._bind.any_host and self._advertise is None:
-            raise ValueError(f"{bind!r} is no address that a peer can reach: pass advertise= one that is")
-        if self._advertise is not None and self._advertise.any_host:
-            raise ValueError(f"advertise={advertise!r} is no address that a peer can reach")
+        self._bind, self._advertise = bindable(bind, advertise, "tcp")
         if queue < 1:
             raise ValueError(f"queue={queue}: at least one frame must fit")
         self._queue = queue
@@ -88,14 +81,14 @@ class ZmqChannel:
         sock = None
         try:
             sock = _open_socket(context, zmq.ROUTER, address)
-            sock.bind(str(address))
+            sock.bind(address.endpoint)
         except zmq.ZMQError as exc:
             if sock is not None:
                 sock.close(linger=0)
             await _terminate(context).wait()
             code = exc.errno or errno.EINVAL
             raise OSError(code, f"can't bind {address}: {os.strerror(code)}") from exc
-        bound = TcpAddress.parse(str(sock.get_string(zmq.LAST_ENDPOINT)))
+        bound = Address.parse(str(sock.get_string(zmq.LAST_ENDPOINT)))
         self._receiver = DrainingTransport(loop, zmq.ROUTER, sock, _Receiver(receive), name=str(bound))
         self._context = context
         told = self._advertise or bound
@@ -112,9 +105,7 @@ class ZmqChannel:
             ClosedError: The channel is closed.
             LocalProtocolError: The channel was not started.
         """
-        peer = TcpAddress.parse(address)
-        if not peer.port or peer.any_host:
-            raise ValueError(f"{address!r} is no address to connect to")
+        peer = reachable(address, "tcp")
         if self._closed:
             raise ClosedError(f"{self._bind}: the channel is closed")
         if self._context is None:
@@ -142,7 +133,7 @@ class ZmqPort:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        peer: TcpAddress,
+        peer: Address,
         *,
         queue: int,
         closed: Callable[[ZmqPort], None],
@@ -165,7 +156,7 @@ class ZmqPort:
         if peer.ip is None:
             self._look_up()
         else:
-            self._transport.connect_now(str(peer))
+            self._transport.connect_now(peer.endpoint)
 
     def send(self, frame: bytes) -> None:
         """Send one frame, or queue it; see ``Port.send``."""
@@ -202,7 +193,7 @@ class ZmqPort:
         address = self._peer.looked_up(lookup.result())
         if address.ipv6:
             self._transport.setsockopt(zmq.IPV6, 1)
-        self._transport.connect_now(str(address))
+        self._transport.connect_now(address.endpoint)
 
 
 class _Receiver(ZmqProtocol):  # type: ignore[misc]
@@ -216,9 +207,7 @@ class _Receiver(ZmqProtocol):  # type: ignore[misc]
             self._receive(data[1])
 
 
-def _open_socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, address: TcpAddress
-) -> zmq.Socket[bytes]:
+def _open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: Address) -> zmq.Socket[bytes]:
     """A socket with the options that both kinds have; not connected, not bound."""
     sock = context.socket(kind)
     options = {

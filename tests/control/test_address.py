@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiokv.control.address import TcpAddress
+from aiokv.control.address import Address, bindable, key_of
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from aiokv.control.address import TcpAddress
     ],
 )
 def test_parsed_and_printed(text, host, port):
-    address = TcpAddress.parse(text)
+    address = Address.parse(text)
     assert (address.host, address.port) == (host, port)
     assert str(address) == text
 
@@ -62,29 +62,75 @@ def test_parsed_and_printed(text, host, port):
 )
 def test_malformed(text):
     with pytest.raises(ValueError, match=r"tcp://|IP|port"):
-        TcpAddress.parse(text)
+        Address.parse(text)
 
 
 @given(st.text(max_size=20))
 def test_anything_is_parsed_or_refused(text):
     for candidate in (text, f"tcp://{text}:1", f"tcp://[{text}]:1"):
         try:
-            address = TcpAddress.parse(candidate)
+            address = Address.parse(candidate)
         except ValueError:
             continue
-        assert TcpAddress.parse(str(address)) == address
+        assert Address.parse(str(address)) == address
 
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "[::]", "[::0]"])
 def test_any_host(host):
-    assert TcpAddress.parse(f"tcp://{host}:1").any_host
+    assert Address.parse(f"tcp://{host}:1").any_host
 
 
 def test_a_name_takes_a_lookup_and_ipv4_is_preferred():
-    address = TcpAddress.parse("tcp://localhost:1")
+    address = Address.parse("tcp://localhost:1")
     assert address.ip is None
     six = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 1, 0, 0))
     four = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1))
     assert str(address.looked_up([six, four])) == "tcp://127.0.0.1:1"
     assert str(address.looked_up([six])) == "tcp://[::1]:1"
     assert address.looked_up([six]).ipv6
+
+
+KEY = "0123456789abcdef" * 4
+
+
+def test_a_key_says_who_has_to_be_there():
+    address = Address.parse(f"tcp://decode-1:5555#{KEY}")
+    assert (address.key, address.endpoint, str(address)) == (
+        KEY,
+        "tcp://decode-1:5555",
+        f"tcp://decode-1:5555#{KEY}",
+    )
+    assert key_of(str(address)) == KEY
+    assert key_of("tcp://decode-1:5555") == key_of("memory://a") == ""
+    assert address.with_key("").with_key(KEY) == address
+
+
+@pytest.mark.parametrize("key", ["", KEY[:-1], KEY + "0", KEY.upper(), KEY[:-1] + "g", KEY + "#" + KEY])
+def test_what_is_no_key(key):
+    with pytest.raises(ValueError, match="tcp://"):
+        Address.parse(f"tcp://decode-1:5555#{key}")
+
+
+def test_each_scheme_is_another_channels():
+    assert str(Address.parse("stream://[::1]:7", "stream")) == "stream://[::1]:7"
+    for text, scheme in [("tcp://a:1", "stream"), ("stream://a:1", "tcp"), ("a:1", "stream")]:
+        with pytest.raises(ValueError, match=f"{scheme}://host:port"):
+            Address.parse(text, scheme)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("127.0.0.1", True), ("127.9.9.9", True), ("[::1]", True), ("localhost", True),
+        ("0.0.0.0", False), ("*", False), ("[::]", False), ("192.0.2.1", False), ("prefill-0", False),
+    ],
+)  # fmt: skip
+def test_what_other_hosts_can_reach(host, loopback):
+    assert Address.parse(f"tcp://{host}:1").loopback is loopback
+
+
+def test_who_binds_names_no_key():
+    with pytest.raises(ValueError, match="keys="):
+        bindable(f"tcp://127.0.0.1:0#{KEY}", None, "tcp")
+    with pytest.raises(ValueError, match="keys="):
+        bindable("tcp://127.0.0.1:0", f"tcp://prefill-0#{KEY}", "tcp")
