@@ -37,6 +37,7 @@ class MemoryNetwork:
         self.queue = queue
         self._bound: dict[str, MemoryChannel] = {}
         self._waiting: dict[str, deque[_Frame]] = {}  # by the address that nobody has bound
+        self._aliases: dict[str, str] = {}
 
     def channel(self, address: str) -> MemoryChannel:
         """A channel that ``start`` will bind to ``address``.
@@ -46,15 +47,24 @@ class MemoryNetwork:
         """
         return MemoryChannel(self, checked(address))
 
+    def alias(self, name: str, address: str) -> None:
+        """Let whoever is at ``address`` be reached by another name too, as 127.0.0.1 is by localhost."""
+        self._aliases[checked(name)] = checked(address)
+
+    def resolve(self, name: str) -> str:
+        """The address that a name stands for: itself, unless it is an alias."""
+        return self._aliases.get(name, name)
+
     def carry(self, port: MemoryPort, frame: bytes) -> None:
         """Bring a frame from ``port`` to where it goes. A network with faults does it otherwise."""
         self.arrive(port, frame)
 
     def arrive(self, port: MemoryPort, frame: bytes) -> None:
         """Hand a frame to the channel at ``port.target``, or keep it for the one that will be there."""
-        channel = self._bound.get(port.target)
+        target = self.resolve(port.target)
+        channel = self._bound.get(target)
         if channel is None:
-            self._waiting.setdefault(port.target, deque()).append((port, frame))
+            self._waiting.setdefault(target, deque()).append((port, frame))
         else:
             channel.push(port, frame)
 
@@ -78,10 +88,11 @@ class MemoryNetwork:
 
     def forget(self, port: MemoryPort) -> None:
         """Drop what waits from ``port`` for its address to be bound."""
-        waiting = self._waiting.pop(port.target, deque())
+        target = self.resolve(port.target)
+        waiting = self._waiting.pop(target, deque())
         kept = deque(entry for entry in waiting if entry[0] is not port)
         if kept:
-            self._waiting[port.target] = kept
+            self._waiting[target] = kept
 
 
 class MemoryChannel:

@@ -140,19 +140,21 @@ class Demultiplexer:
             self._peers.finish(session, session.error)
 
     def _was_heard(self, frame: Frame, hello: Hello) -> bool:
-        """Whether a greeting is of a session that is up, or of one before; if not, those are asked."""
+        """Whether a greeting is of a session that is up, or was; if neither, the others are asked."""
         others = self._peers.sessions_with(frame.src)
         if frame.mine in others:
             others[frame.mine].receive_hello(frame, hello, self._clock())
-        elif not others or frame.mine > max(others):
-            if len(others) >= _MOST_SESSIONS:
-                self._peers.end(others[min(others)], PeerLostError(f"{hello.address} began others"))
-            for other in others.values():
-                # The peer gave it up, and says so when asked. Or it calls us by several names, and
-                # doesn't know that they are one engine's: then all go on.
-                other.ask()
-            return False
-        return True
+            return True
+        if self._peers.was_up(frame.src, frame.mine):
+            self._reset(frame, "session", "this session is over")
+            return True
+        if len(others) >= _MOST_SESSIONS:
+            self._peers.end(others[min(others)], PeerLostError(f"{hello.address} began others"))
+        for other in others.values():
+            # The peer gave it up, and says so when asked. Or it calls us by several names, and
+            # doesn't know that they are one engine's: then all go on.
+            other.ask()
+        return False
 
     def _greeted(self, frame: Frame, hello: Hello, peer: Peer) -> Session | None:
         """The session of ours that a new greeting is for; None if that is over."""
@@ -162,17 +164,23 @@ class Demultiplexer:
             if old.hello and old.hello.address == hello.address and old.incarnation != frame.src:
                 self._peers.end(old, PeerLostError(f"{hello.address} was restarted"))
         session = peer.session
-        if session is not None and session.theirs:
-            if not frame.yours:
-                peer = self._peers.twin(peer, hello.address)
-            session = None
-        if session is None and frame.yours:
+        if session is not None and not frame.yours and (session.theirs or not self._crossed(hello)):
+            return self._peers.twin(peer)
+        if frame.yours and (session is None or session.theirs):
             self._reset(frame, "session", "this session is not known here")
             return None
         if session is None:
             return self._peers.begin(peer)
         # An answer to an earlier greeting of ours is none to the current one, which will come.
         return session if frame.yours in (0, session.mine) else None
+
+    def _crossed(self, hello: Hello) -> bool:
+        """Whether a greeting and ours to the same engine are for one session.
+
+        They are if both call the other what it calls itself, which both can see. Otherwise each is
+        answered for itself, since only one of the two might know that the names mean one engine.
+        """
+        return hello.called == self._me.hello.address
 
     def _on_reset(self, frame: Frame, reset: Reset) -> None:
         if frame.dst != self._me.incarnation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from aiokv.errors import AiokvError, PeerLostError
+from aiokv.errors import AiokvError, PeerLostError, Refused
 from aiokv.transports.base import Link, PeerInfo, Transport
 
 __all__ = ["open_link"]
@@ -26,13 +26,15 @@ async def open_link(
         The transport, and the link, which the caller closes.
 
     Raises:
-        PeerLostError: None works; the message says for each why.
+        Refused: They have none in common, or none that is allowed; the message says what each has.
+        PeerLostError: Those that they have in common don't work now; the message says for each why.
     """
-    faults = []
+    faults, tried = [], False
     for transport in transports:
         if transport.name not in offered:
             faults.append(f"{transport.name}: not offered there")
             continue
+        tried = True
         try:
             return transport, await _connect(transport, offered[transport.name], peer, within)
         except TimeoutError:
@@ -42,7 +44,8 @@ async def open_link(
     unknown = sorted(set(offered) - {transport.name for transport in transports})
     if unknown:
         faults.append(f"not allowed here: {', '.join(unknown)}")
-    raise PeerLostError(f"no data path to {peer.address}: {'; '.join(faults)}")
+    kind = PeerLostError if tried else Refused
+    raise kind(f"no data path to {peer.address}: {'; '.join(faults)}")
 
 
 async def _connect(transport: Transport, description: bytes, peer: PeerInfo, within: float) -> Link:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -25,6 +26,9 @@ from aiokv.transports.base import Link, PeerInfo, Transport
 __all__ = ["Peer", "Peers"]
 
 _log = logging.getLogger("aiokv")
+
+#: Sessions with one life of a peer that are remembered as over while others with it go on.
+_MOST_OVER = 64
 
 
 class Peer:
@@ -89,6 +93,9 @@ class Peers:
         self._sessions: dict[int, Peer] = {}  # by the number of our stream
         #: Sessions that are up, by the peer's incarnation and the number of its stream.
         self._up_with: dict[bytes, dict[int, Session]] = {}
+        #: Streams of a life's sessions that are over, while others with it are up: left-overs of theirs
+        #: begin nothing.
+        self._over_with: dict[bytes, deque[int]] = {}
         self._talking: dict[Session, None] = {}  # sessions with something to send
         self._timed: dict[Session, None] = {}  # sessions that have a timer
         #: Tasks that open links.
@@ -108,7 +115,12 @@ class Peers:
             CapacityError: There are too many peers.
         """
         peer = self.at(address)
-        return self.begin(peer) if peer.session is None else peer.session
+        if peer.session is not None:
+            return peer.session
+        for other in self.sessions:
+            if other.hello is not None and other.hello.address == address:
+                return other  # whoever lives there began one
+        return self.begin(peer)
 
     def peer_of(self, session: Session) -> Peer | None:
         """The peer whose current session this is; None if the session is over."""
@@ -121,6 +133,10 @@ class Peers:
     def sessions_with(self, incarnation: bytes) -> Mapping[int, Session]:
         """Sessions that are up with one life of an engine, by the numbers of its streams."""
         return self._up_with.get(incarnation, {})
+
+    def was_up(self, incarnation: bytes, stream: int) -> bool:
+        """Whether a session by that stream of theirs is over, though others with this life go on."""
+        return stream in self._over_with.get(incarnation, ())
 
     @property
     def sessions(self) -> list[Session]:
@@ -156,10 +172,13 @@ class Peers:
                 return
         raise CapacityError(f"there are {len(self._peers)} peers with live transfers, as many as allowed")
 
-    def twin(self, peer: Peer, address: str) -> Peer:
-        """Who lives at ``address`` has a session of its own, beside that of ``peer``."""
-        found = self._peers[address] = Peer(peer.address, self._channel.open(peer.address))
-        return found
+    def twin(self, peer: Peer) -> Session:
+        """A new session with whoever lives where ``peer`` does, beside the one that there is.
+
+        Raises:
+            CapacityError: The control channel has no more ports.
+        """
+        return self.begin(Peer(peer.address, self._channel.open(peer.address)))
 
     def begin(self, peer: Peer) -> Session:
         """A new session with a peer that has none.
@@ -249,14 +268,20 @@ class Peers:
         others = self._up_with.get(session.incarnation, {})
         if others.get(session.theirs) is session:
             del others[session.theirs]
-            if not others:
+            if others:
+                over = self._over_with.setdefault(session.incarnation, deque(maxlen=_MOST_OVER))
+                over.append(session.theirs)
+            else:
                 del self._up_with[session.incarnation]
+                self._over_with.pop(session.incarnation, None)
         if peer is not None and peer.session is session:
             peer.session, peer.worn = None, bool(session.incarnation)
             if peer.opening is not None:
                 peer.opening.cancel()
                 peer.opening = None
             link, peer.link, peer.transport = peer.link, None, None
+            if peer not in self._peers.values():
+                peer.port.close()  # a twin has its address
         else:
             link = None
         if session.live:

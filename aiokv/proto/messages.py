@@ -86,6 +86,8 @@ class Hello(_Message, frozen=True, tag=1):
     placement: Placement
     #: For each transport by name what a consumer needs in order to connect.
     transports: dict[_Short, _Blob]
+    #: Control address by which the receiver was called, which may not be what it calls itself.
+    called: _Address = ""
 
 
 class Ping(_Message, frozen=True, tag=2):

@@ -122,8 +122,7 @@ class Session:
         self._timed = {} if timed is None else timed
         self._timed[self] = None
         self._outbox: list[bytes] = []
-        self._greet = True
-        self._talking[self] = None
+        self.greet()
         self._contact_by = now + settings.contact_ns
         self._greet_again = now + settings.contact_ns // 4
         self._heard = now
@@ -140,6 +139,11 @@ class Session:
         if self.phase is not Phase.ENDED:
             self._outbox.append(encode_message(message))
             self._talking[self] = None
+
+    def greet(self) -> None:
+        """Say HELLO (again)."""
+        self._greet = True
+        self._talking[self] = None
 
     @property
     def wants_to_send(self) -> bool:
@@ -158,7 +162,8 @@ class Session:
         frames = []
         if self._greet:
             self._greet = False
-            frames.append(self._frame(0, [encode_message(self.me.hello)]))
+            hello = msgspec.structs.replace(self.me.hello, called=self.address)
+            frames.append(self._frame(0, [encode_message(hello)]))
         while self._outbox:
             size = count = 0
             for raw in self._outbox:
@@ -193,8 +198,7 @@ class Session:
             return
         if self.theirs:  # sent again: the peer may have missed ours
             if frame.yours != self.mine:
-                self._greet = True
-                self._talking[self] = None
+                self.greet()
             return
         self.incarnation = frame.src
         self.theirs = frame.mine
@@ -313,8 +317,7 @@ class Session:
                 waited = self._settings.contact_ns / 1e9
                 self.end(PeerLostError(f"no answer from {self.address} within {waited:g} s"))
             elif now >= self._greet_again:
-                self._greet = True
-                self._talking[self] = None
+                self.greet()
                 self._greet_again = now + self._settings.contact_ns // 4
             return
         if self.phase is Phase.ENDED or not self.live:

@@ -172,7 +172,7 @@ class FaultyNetwork(MemoryNetwork):
                 self.arrive(port, data)
             return
         for link in self._links.values():
-            if link.target == address:
+            if self.resolve(link.target) == address:
                 for frame in [entry for _, entry in link.line] + link.overtaken + link.held:
                     self._lose(link, frame)
                 link.clear()

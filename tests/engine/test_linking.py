@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiokv.engine.linking import open_link
-from aiokv.errors import DeviceError, PeerLostError
+from aiokv.errors import DeviceError, PeerLostError, Refused
 from aiokv.proto.placement import Placement
 from aiokv.testing.pairs import LAYOUT, virtual_time
 from aiokv.testing.virtual import VirtualLoop
@@ -77,6 +77,13 @@ async def test_if_none_works_it_says_for_each_why() -> None:
         "no data path to memory://peer: zero: not offered there; one: on another host; "
         "not allowed here: three, two"
     )
+
+
+@pytest.mark.asyncio
+async def test_none_in_common_is_a_refusal_for_trying_again_changes_nothing() -> None:
+    missing = "no data path to memory://peer: one: not offered there; not allowed here: two$"
+    with pytest.raises(Refused, match=missing):
+        await opened(Scripted("one"), offered="two")
 
 
 @virtual_time

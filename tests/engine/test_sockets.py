@@ -12,7 +12,7 @@ import pytest
 
 from aiokv.engine.choices import TRANSPORTS
 from aiokv.engine.engine import TransferEngine
-from aiokv.errors import AiokvError, LayoutMismatch, PeerLostError, TransferAborted
+from aiokv.errors import AiokvError, LayoutMismatch, PeerLostError, Refused, TransferAborted
 from aiokv.proto.settings import SECOND, Settings
 from aiokv.testing.pairs import LAYOUT, Engines, check_idle, connected_pair, fill, kv_of, transfer
 from aiokv.transports.memory import MemoryHub, MemoryTransport
@@ -103,7 +103,7 @@ async def test_a_path_that_only_one_side_has_is_passed_over() -> None:
         await transfer(b, a, "back")
         await transfer(a, c, "shm")
         missing = "no data path to tcp://.*: shm: not offered there; not allowed here: memory, tcp"
-        with pytest.raises(PeerLostError, match=missing):
+        with pytest.raises(Refused, match=missing):
             async with c.fetch("t", [1], sources=[b.address]):
                 pass
         await at_rest(a, b, c)

@@ -69,7 +69,14 @@ LAYOUT = CacheLayout(
 
 #: One of each message, with every field set.
 MESSAGES: dict[str, Message] = {
-    "hello": Hello((1, 1), "tcp://10.0.0.7:5000", LAYOUT, Placement.dense(LAYOUT), {"shm": b"\x00door"}),
+    "hello": Hello(
+        (1, 1),
+        "tcp://10.0.0.7:5000",
+        LAYOUT,
+        Placement.dense(LAYOUT),
+        {"shm": b"\x00door"},
+        "tcp://localhost:4000",
+    ),
     "ping": Ping(),
     "pong": Pong(2**61),
     "bye": Bye("gone for lunch"),

@@ -34,8 +34,8 @@ START = 100 * SECOND
 NEWS = Landed("t", 0)
 
 
-def hello(address: str, versions: tuple[int, int] = (1, 1)) -> Hello:
-    return Hello(versions, address, LAYOUT, Placement.dense(LAYOUT), {"memory": b"m"})
+def hello(address: str, versions: tuple[int, int] = (1, 1), called: str = "") -> Hello:
+    return Hello(versions, address, LAYOUT, Placement.dense(LAYOUT), {"memory": b"m"}, called)
 
 
 ALICE = Identity(b"a" * 16, hello("memory://alice"))
@@ -88,7 +88,7 @@ def test_the_first_frame_is_hello_and_knows_nothing_of_the_peer() -> None:
     greeting = decode_frame(data)
     assert (greeting.src, greeting.dst, greeting.mine, greeting.yours) == (ALICE.incarnation, b"", 3, 0)
     assert (greeting.seq, greeting.reply) == (0, "memory://alice")
-    assert decode_messages(greeting) == [ALICE.hello]
+    assert decode_messages(greeting) == [hello("memory://alice", called="memory://bob")]
     assert not alice.wants_to_send
     assert alice.take_frames() == []
 
@@ -97,7 +97,8 @@ def test_an_answered_greeting_brings_both_up() -> None:
     alice, bob = pair()
     assert (alice.mine, alice.theirs, bob.mine, bob.theirs) == (1, 7, 7, 1)
     assert (alice.incarnation, bob.incarnation) == (BOB.incarnation, ALICE.incarnation)
-    assert (alice.hello, bob.hello) == (BOB.hello, ALICE.hello)
+    assert alice.hello == hello("memory://bob", called="memory://alice")
+    assert bob.hello == hello("memory://alice", called="memory://bob")
     assert alice.version == bob.version == 1
 
 
@@ -122,7 +123,7 @@ def test_a_greeting_said_again_by_who_missed_ours_is_answered_again() -> None:
     again = frame(alice, 0, ALICE.hello, yours=0)
     bob.receive_hello(again, ALICE.hello, START)
     (data,) = bob.take_frames()
-    assert decode_messages(decode_frame(data)) == [BOB.hello]
+    assert decode_messages(decode_frame(data)) == [hello("memory://bob", called="memory://alice")]
 
 
 def test_a_greeting_said_again_by_who_knows_us_is_not() -> None:
