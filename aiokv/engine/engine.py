@@ -15,7 +15,9 @@ from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 from typing import Literal, Self
 
-from aiokv.control.base import Channel
+import msgspec
+
+from aiokv.control.base import MAX_FRAME, Channel
 from aiokv.device.cache import KVCache
 from aiokv.engine.arguments import (
     BlockIds,
@@ -33,7 +35,7 @@ from aiokv.engine.core import Core
 from aiokv.engine.statistics import Statistics
 from aiokv.engine.transfer import Fetch, Offer
 from aiokv.errors import ClosedError, DeviceError, InvalidBlocks
-from aiokv.proto.messages import OLDEST_VERSION, VERSION, Hello
+from aiokv.proto.messages import OLDEST_VERSION, VERSION, Hello, encode_message
 from aiokv.proto.session import Identity, Phase, Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.transfers import Fetching, Offering
@@ -42,6 +44,9 @@ from aiokv.transports.base import Transport
 __all__ = ["TransferEngine"]
 
 _log = logging.getLogger("aiokv")
+
+#: Bytes of a frame that the first message leaves to the header and to the address that a peer was called by.
+_HEADER = 4096
 
 
 class TransferEngine:
@@ -124,6 +129,7 @@ class TransferEngine:
             placement=self.cache.placement,
             transports={transport.name: transport.describe() for transport in started},
         )
+        _check_sayable(hello)
         me = Identity(os.urandom(16), hello)
         self._core = Core(me, self.cache, self._channel, started, self._settings, self._clock)
 
@@ -356,6 +362,17 @@ class TransferEngine:
         if self._core is None:
             raise ClosedError("the engine was not entered yet")
         return self._core.statistics()
+
+
+def _check_sayable(hello: Hello) -> None:
+    """Raise ValueError if no peer could read what this engine says of itself; else they all fail, later."""
+    try:
+        said = encode_message(hello)
+        msgspec.msgpack.decode(said, type=Hello)
+    except (msgspec.MsgspecError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"what this engine says of itself to peers can't be sent: {error}") from error
+    if len(said) > MAX_FRAME - _HEADER:
+        raise ValueError(f"what this engine says of itself to peers takes {len(said)} bytes of {MAX_FRAME}")
 
 
 def _sessions(core: Core, addresses: Sequence[str]) -> list[Session]:

@@ -1,21 +1,12 @@
-"""What a block id means in bytes, and where those bytes are.
+"""What a block id means in bytes.
 
 ``CacheLayout`` says what is in the cache: for each KV cache group its layers, blocks, heads
-and element type, and in which order a layer's tensor keeps its axes. Where those bytes are says the
-``Placement`` beside it.
+and element type, and in which order a layer's tensor keeps its axes. Where they are in memory is said
+by a ``Placement``.
 
-A layer's tensor has up to five axes, written as letters:
-
-=====  ==================================================
-``b``  block
-``s``  2: K and V (absent for MLA, and when K and V are separate tensors)
-``t``  token within the block
-``h``  KV head (of this rank)
-``d``  element of the head; always last and contiguous
-=====  ==================================================
-
-so vLLM's FlashAttention cache is ``sbthd``, FlashInfer's NHD ``bsthd``, HND ``bshtd``, and K
-and V joined in the last axis ``bhtsd``.
+vLLM's FlashAttention cache is ``sbthd``, FlashInfer's NHD ``bsthd`` and HND ``bshtd``; K and V joined in
+the last axis, as vLLM keeps them on CPUs, are ``bhtsd``: a last axis of twice the head size is two axes.
+The letters are explained at ``GroupLayout``.
 """
 
 from __future__ import annotations
@@ -26,10 +17,12 @@ from typing import Literal
 import msgspec
 
 from aiokv.errors import LayoutMismatch
+from aiokv.proto.fields import flag, integer, integers, octets, settle, text
 
-__all__ = ["CacheLayout", "GroupLayout", "Kind", "itemsize"]
+__all__ = ["MOST_LAYERS", "CacheLayout", "GroupLayout", "Kind", "itemsize"]
 
 Kind = Literal["attention", "window", "mla", "state"]
+KINDS: tuple[Kind, ...] = ("attention", "window", "mla", "state")
 
 #: Bytes of one element, for the element types that KV caches are kept in.
 ITEMSIZES = {
@@ -45,9 +38,16 @@ ITEMSIZES = {
 
 _AXES = "bsthd"
 
+#: Layers of one cache at most: messages name them by a bitmap of at most 1024 bytes.
+MOST_LAYERS = 8192
+
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element of ``dtype``, a torch name without its prefix (``"bfloat16"``)."""
+    """Bytes of one element of ``dtype``, a torch name without its prefix (``"bfloat16"``).
+
+    Raises:
+        ValueError: KV isn't kept in such elements.
+    """
     try:
         return ITEMSIZES[dtype]
     except KeyError:
@@ -56,48 +56,84 @@ def itemsize(dtype: str) -> int:
 
 
 class GroupLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One KV cache group: layers that share block ids and keep the same kind of state."""
+    """One KV cache group: layers that share block ids and keep the same kind of state.
 
-    #: Model-wide indexes of the layers of this group, ascending.
+    ``axes`` is the order in which a layer's tensor keeps its axes, from the outermost: ``b`` block, ``s`` K
+    and V, ``t`` token within the block, ``h`` KV head of this rank, ``d`` element of the head, which is last
+    and contiguous. NHD is ``...thd``, HND ``...htd``; ``s`` stands wherever K and V are stacked, and is
+    absent where they are two tensors (``split``) or where there is one latent vector in their place (MLA).
+
+    Integers may be of any type that has ``__index__``; they are kept as Python's.
+
+    Attributes:
+        layers: Model-wide indexes of the layers of this group, ascending.
+        blocks: Number of blocks that this rank has memory for, less than 2**32.
+        block_size: Tokens per block.
+        heads: Half-open range of the model's KV heads that this rank keeps.
+        total_heads: KV heads of the model, over all ranks; 1 for MLA, whose latent vector every rank keeps.
+        head_size: Elements per head and token (of K alone, where K and V are two).
+        dtype: Element type, a torch name without its prefix (``"bfloat16"``).
+        axes: Order of the axes of a layer's tensor, as above.
+        split: K and V are two tensors; then ``axes`` has no ``s``.
+        kind: ``"attention"``, ``"window"`` (only the last tokens are kept), ``"mla"`` or ``"state"`` (one
+            state for a whole block, which moves whole).
+        window: Tokens that a sliding window still needs; 0 where there is no window.
+
+    Raises:
+        TypeError: A field is of another type; True and False are no integers.
+        ValueError: No cache can be so.
+    """
+
     layers: tuple[int, ...]
-    #: Number of blocks that this rank has memory for.
     blocks: int
-    #: Tokens per block.
     block_size: int
-    #: Half-open range of the model's KV heads that this rank keeps.
     heads: tuple[int, int]
-    #: KV heads of the model, over all ranks.
     total_heads: int
-    #: Elements per head and token (of K alone, where K and V are two).
     head_size: int
-    #: Element type, a torch name without its prefix.
     dtype: str
-    #: Order of the axes of a layer's tensor; see the module's docstring.
     axes: str = "sbthd"
-    #: K and V are two tensors; then ``axes`` has no ``s``.
     split: bool = False
     kind: Kind = "attention"
-    #: Tokens that a sliding window still needs; 0 where there is no window.
     window: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what no cache can be; what a peer sends passes through here too."""
+        numbers = ("blocks", "block_size", "total_heads", "head_size", "window")
+        settle(
+            self,
+            layers=integers(self.layers, "layers"),
+            heads=integers(self.heads, "heads", 2),
+            dtype=text(self.dtype, "dtype"),
+            axes=text(self.axes, "axes"),
+            split=flag(self.split, "split"),
+            kind=text(self.kind, "kind"),
+            **{name: integer(getattr(self, name), name) for name in numbers},
+        )
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise ValueError(f"layers must be ascending, unique and not negative: {self.layers}")
-        for name in ("blocks", "block_size", "total_heads", "head_size"):
-            if not 0 < getattr(self, name) < 2**40:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        for name in numbers[:-1]:
+            if not 0 < getattr(self, name) < 2**32:
+                raise ValueError(f"{name} must be positive and less than 2**32, got {getattr(self, name)}")
+        if not 0 <= self.window < 2**48:
+            raise ValueError(f"window must not be negative, got {self.window}")
         first, last = self.heads
         if not 0 <= first < last <= self.total_heads:
             raise ValueError(f"heads {self.heads} don't lie in 0..{self.total_heads}")
         itemsize(self.dtype)
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown kind {self.kind!r}; known are {', '.join(KINDS)}")
+        self._check_axes()
+        if self.kind == "mla" and (self.halves, self.total_heads) != (1, 1):
+            raise ValueError("MLA keeps one latent vector: one head, no s in axes, and no split")
+
+    def _check_axes(self) -> None:
         axes = set(self.axes)
         if len(axes) != len(self.axes) or not axes <= set(_AXES) or not {"b", "t", "d"} <= axes:
             raise ValueError(f"axes {self.axes!r} must name b, t, d once, and s, h at most once")
         if not self.axes.endswith("d"):
             raise ValueError(f"axes {self.axes!r}: d must be the last axis, so that a head is contiguous")
-        if "h" not in axes and last - first != 1:
-            raise ValueError(f"axes {self.axes!r} have no h, but there are {last - first} heads")
+        if "h" not in axes and self.head_count != 1:
+            raise ValueError(f"axes {self.axes!r} have no h, but there are {self.head_count} heads")
         if self.split and "s" in axes:
             raise ValueError(f"axes {self.axes!r} have an s, but K and V are said to be split")
 
@@ -154,14 +190,30 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
-    """What a block id means, for every KV cache group of one rank's cache."""
+    """What a block id means, for every KV cache group of one rank's cache.
+
+    Attributes:
+        groups: The groups; their layers together are 0..n-1, each in one group.
+        model: The caller's fingerprint of the model (weights, tokenizer, quantization), at most 256 bytes,
+            compared for equality.
+
+    Raises:
+        TypeError: A field is of another type.
+        ValueError: Layers are missing, in two groups or too many (``MOST_LAYERS``), or the fingerprint is
+            too long.
+    """
 
     groups: tuple[GroupLayout, ...]
-    #: The caller's fingerprint of the model (weights, tokenizer, quantization), compared for equality.
     model: bytes = b""
 
     def __post_init__(self) -> None:
         """Refuse overlapping groups and absurd fingerprints."""
+        if not isinstance(self.groups, list | tuple):
+            raise TypeError(f"groups must be a tuple of GroupLayout, not {self.groups!r:.80}")
+        for group in self.groups:
+            if not isinstance(group, GroupLayout):
+                raise TypeError(f"groups must be a tuple of GroupLayout, not of {group!r:.80}")
+        settle(self, groups=tuple(self.groups), model=octets(self.model, "model"))
         if not self.groups:
             raise ValueError("a cache layout needs at least one group")
         if len(self.model) > 256:
@@ -169,6 +221,8 @@ class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
         layers = [layer for group in self.groups for layer in group.layers]
         if sorted(layers) != list(range(len(layers))):
             raise ValueError("the groups' layers must together be 0..n-1, each once")
+        if len(layers) > MOST_LAYERS:
+            raise ValueError(f"{len(layers)} layers; a cache has at most {MOST_LAYERS}")
 
     @classmethod
     def attention(
@@ -195,12 +249,16 @@ class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
             head_size: Elements per head.
             dtype: Torch name of the element type, without its prefix.
             model: The caller's fingerprint, compared for equality between peers.
-            axes: Order of a layer's axes; see the module's docstring.
+            axes: Order of a layer's axes; see ``GroupLayout``.
             split: K and V are two tensors; ``axes`` then has no ``s``.
             rank_heads: Half-open range of heads that this rank keeps; all by default.
+
+        Raises:
+            TypeError: An argument is of another type.
+            ValueError: No cache can be so.
         """
         group = GroupLayout(
-            layers=tuple(range(layers)),
+            layers=_numbered(layers),
             blocks=blocks,
             block_size=block_size,
             heads=rank_heads or (0, heads),
@@ -212,13 +270,61 @@ class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
         )
         return cls(groups=(group,), model=model)
 
+    @classmethod
+    def latent(
+        cls,
+        *,
+        layers: int,
+        blocks: int,
+        block_size: int,
+        latent_size: int,
+        dtype: str,
+        model: bytes = b"",
+        axes: str = "btd",
+    ) -> CacheLayout:
+        """A model with multi-head latent attention (MLA), as one group.
+
+        One latent vector for each token stands for K and V of all heads. Under tensor parallelism every
+        rank keeps all of it: ranks are copies of each other, and any one of them serves a consumer.
+
+        Args:
+            layers: Number of layers.
+            blocks: Number of blocks of this rank.
+            block_size: Tokens per block.
+            latent_size: Elements of the vector, with the part that carries the position: 512 + 64 for
+                DeepSeek's models.
+            dtype: Torch name of the element type, without its prefix.
+            model: The caller's fingerprint, compared for equality between peers.
+            axes: Order of a layer's axes; with an ``h`` where the tensor has an axis for the one head.
+
+        Raises:
+            TypeError: An argument is of another type.
+            ValueError: No cache can be so.
+        """
+        group = GroupLayout(
+            layers=_numbered(layers),
+            blocks=blocks,
+            block_size=block_size,
+            heads=(0, 1),
+            total_heads=1,
+            head_size=latent_size,
+            dtype=dtype,
+            axes=axes,
+            kind="mla",
+        )
+        return cls(groups=(group,), model=model)
+
     @property
     def layers(self) -> int:
         """Number of layers, over all groups."""
         return sum(len(group.layers) for group in self.groups)
 
     def group_of(self, layer: int) -> int:
-        """Index of the group that ``layer`` belongs to."""
+        """Index of the group that ``layer`` belongs to.
+
+        Raises:
+            IndexError: There is no such layer.
+        """
         for index, group in enumerate(self.groups):
             if layer in group.layers:
                 return index
@@ -244,7 +350,19 @@ class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
                     yield f"group {index}: {name} {ours} against {others}"
 
     def check_compatible(self, other: CacheLayout, who: str) -> None:
-        """Raise LayoutMismatch, naming every difference, unless ``other`` holds the same KV."""
+        """Do nothing where ``other``, the cache of ``who``, can hold the same KV.
+
+        Raises:
+            LayoutMismatch: It can't; the message names every difference.
+        """
         found = list(self.differences(other))
         if found:
             raise LayoutMismatch(f"this cache and that of {who} differ: " + "; ".join(found))
+
+
+def _numbered(layers: int) -> tuple[int, ...]:
+    """Indexes of all layers of a model with one group."""
+    count = integer(layers, "layers")
+    if not 0 < count <= MOST_LAYERS:
+        raise ValueError(f"layers must be from 1 to {MOST_LAYERS}, got {count}")
+    return tuple(range(count))

@@ -10,27 +10,58 @@ from collections.abc import Sequence
 
 import msgspec
 
+from aiokv.proto.fields import integers, settle
 from aiokv.proto.layout import CacheLayout
 
 __all__ = ["GroupPlacement", "Placement"]
 
 
 class GroupPlacement(msgspec.Struct, frozen=True, array_like=True):
-    """Where one group's layers are."""
+    """Where one group's layers are.
 
-    #: Byte strides of b, s, t, h, the same for every layer of the group; 0 where the axis is absent.
+    Attributes:
+        strides: Byte strides of b, s, t, h, the same for every layer of the group; 0 where an axis is absent.
+        layers: For each layer, in the group's order: (buffer, byte offset) of each of its tensors (K, V if
+            split).
+
+    Raises:
+        TypeError: Something isn't an integer.
+        ValueError: There aren't four strides, or a place is not a pair.
+    """
+
     strides: tuple[int, int, int, int]
-    #: For each layer, in the group's order: (buffer, byte offset) of each of its tensors (K, V if split).
     layers: tuple[tuple[tuple[int, int], ...], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse other types; what the numbers lead to is for ``Placement.check``."""
+        layers = [tuple(integers(place, "a place", 2) for place in planes) for planes in self.layers]
+        settle(self, strides=integers(self.strides, "strides", 4), layers=tuple(layers))
 
 
 class Placement(msgspec.Struct, frozen=True, array_like=True):
-    """Where a whole cache is: the sizes of its buffers, and each group within them."""
+    """Where a whole cache is: the sizes of its buffers, and each group within them.
 
-    #: Size in bytes of each registered buffer.
+    Attributes:
+        buffers: Size in bytes of each registered buffer.
+        groups: One entry for each group of the layout.
+
+    Raises:
+        TypeError: A field is of another type.
+        ValueError: No buffer can be of such a size.
+    """
+
     buffers: tuple[int, ...]
-    #: One entry for each group of the layout.
     groups: tuple[GroupPlacement, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse other types, and sizes that 64 bits don't hold."""
+        for group in self.groups:
+            if not isinstance(group, GroupPlacement):
+                raise TypeError(f"groups must be a tuple of GroupPlacement, not of {group!r:.80}")
+        settle(self, buffers=integers(self.buffers, "buffers"), groups=tuple(self.groups))
+        for size in self.buffers:
+            if not 0 <= size < 2**63:
+                raise ValueError(f"a buffer of {size} bytes")
 
     @classmethod
     def dense(cls, layout: CacheLayout, align: int = 4096) -> Placement:
@@ -50,9 +81,12 @@ class Placement(msgspec.Struct, frozen=True, array_like=True):
         return cls(buffers=(offset,), groups=tuple(groups))
 
     def check(self, layout: CacheLayout) -> None:
-        """Raise ValueError unless every byte that ``layout`` can name lies within the buffers.
+        """Look whether every byte that ``layout`` can name lies within the buffers.
 
         A placement comes from a peer, and every address that is read later is computed from it.
+
+        Raises:
+            ValueError: One doesn't, or the two aren't of one cache.
         """
         if len(self.groups) != len(layout.groups):
             raise ValueError("placement and layout have different numbers of groups")

@@ -62,7 +62,7 @@ class _GroupPlan(NamedTuple):
 class CopyPlan:
     """What ``plan_copy`` found; the same at both ends of a transfer. Immutable."""
 
-    __slots__ = ("_copies", "_groups", "_where", "layers", "total")
+    __slots__ = ("_copies", "_where", "layers", "total")
 
     def __init__(self, layout: CacheLayout, groups: Sequence[_GroupPlan]) -> None:
         #: Every layer of the model, ascending, also those with nothing to move.
@@ -71,7 +71,6 @@ class CopyPlan:
         self.total: int = sum(
             plan.nbytes * len(group.layers) for plan, group in zip(groups, layout.groups, strict=True)
         )
-        self._groups = groups
         self._where = {
             layer: (plan, place)
             for plan, group in zip(groups, layout.groups, strict=True)
@@ -123,7 +122,11 @@ class CopyPlan:
                 yield Chunk(layer, index, lo, hi, (hi - lo) * size)
 
     def check(self, chunk: Chunk) -> None:
-        """Raise ValueError when ``chunk``, which a peer may have made up, isn't within the plan."""
+        """Look at a chunk, which a peer may have made up.
+
+        Raises:
+            ValueError: It isn't within the plan.
+        """
         layer, index, lo, hi, nbytes = chunk
         if layer not in self._where:
             raise ValueError(f"{chunk}: there is no layer {layer}")

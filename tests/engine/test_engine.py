@@ -7,15 +7,18 @@ import errno
 import os
 import socket
 
+import msgspec
 import pytest
 
 from aiokv.control.memory import MemoryNetwork
+from aiokv.device.cache import KVCache
 from aiokv.engine.engine import TransferEngine
 from aiokv.errors import ClosedError, DeviceError, PeerLostError, TransferAborted
 from aiokv.proto.settings import SECOND, Settings
 from aiokv.testing.channel import FaultyNetwork
 from aiokv.testing.pairs import Engines, check_idle, connected_pair, settle, transfer, virtual_time
 from aiokv.testing.virtual import VirtualLoop
+from aiokv.transports.memory import MemoryTransport
 
 # -- opening ----------------------------------------------------------------------------------------
 
@@ -51,6 +54,35 @@ async def test_it_can_be_entered_once() -> None:
         await a.aclose()
         with pytest.raises(ClosedError, match="this one is closed"):
             await a.__aenter__()
+
+
+@pytest.mark.parametrize(
+    ("size", "message"), [(4097, "can't be sent: Expected `bytes` of length"), (4096, "")]
+)
+@pytest.mark.asyncio
+async def test_what_no_peer_could_read_fails_at_the_start(size: int, message: str) -> None:
+    class Talkative(MemoryTransport):
+        def describe(self) -> bytes:
+            return bytes(size)
+
+    async with Engines() as engines:
+        engine = engines.make("a", await engines.cache(), transports=[Talkative(engines.hub)])
+        if message:
+            with pytest.raises(ValueError, match=message):
+                await engines.enter(engine)
+        else:
+            await engines.enter(engine)
+
+
+@pytest.mark.asyncio
+async def test_a_cache_of_more_buffers_than_a_message_can_name_fails_at_the_start() -> None:
+    async with Engines() as engines:
+        held = await engines.cache()
+        places = (*held.placement.buffers, *[2**62] * 120_000)
+        crowded = msgspec.structs.replace(held.placement, buffers=places)
+        cache = KVCache(held.layout, crowded, held.device, held.buffers)
+        with pytest.raises(ValueError, match=r"takes 1\d+ bytes of 1048576"):
+            await engines.enter(engines.make("a", cache))
 
 
 @pytest.mark.asyncio

@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from aiokv.errors import LayoutMismatch, Refused
-from aiokv.proto.layout import CacheLayout, GroupLayout, itemsize
+from aiokv.proto.layout import MOST_LAYERS, CacheLayout, GroupLayout, itemsize
+from aiokv.proto.messages import Frame, Ready, decode_messages, encode_message
 
 GROUP = GroupLayout(
     layers=(0, 1), blocks=5, block_size=4, heads=(2, 4), total_heads=8, head_size=16, dtype="bfloat16"
@@ -86,6 +88,10 @@ def test_dense_strides_are_those_of_a_contiguous_array(axes: str, split: bool) -
         ({"axes": "sthd"}, "axes"),
         ({"axes": "sbtd"}, "there are 2 heads"),
         ({"split": True}, "have an s"),
+        ({"blocks": 2**32}, "blocks"),
+        ({"window": -1}, "window"),
+        ({"kind": "mla"}, "MLA keeps one latent vector"),
+        ({"kind": "mla", "axes": "btd", "heads": (2, 3)}, "MLA keeps one latent vector"),
     ],
 )
 def test_what_no_cache_can_be_is_refused(changes: dict[str, object], message: str) -> None:
@@ -96,6 +102,50 @@ def test_what_no_cache_can_be_is_refused(changes: dict[str, object], message: st
         sent[GROUP.__struct_fields__.index(name)] = value
     with pytest.raises(msgspec.ValidationError, match=message):
         msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=GroupLayout)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": ("0", 1)}, "layers must be an integer"),
+        ({"layers": 2}, "layers must be a tuple of integers"),
+        ({"heads": "ab"}, "heads must be a tuple of integers"),
+        ({"blocks": True}, "blocks must be an integer, not "),
+        ({"blocks": 5.0}, "blocks must be an integer, not "),
+        ({"window": None}, "window must be an integer, not "),
+        ({"dtype": torch.bfloat16}, "dtype must be a str"),
+        ({"axes": b"sbthd"}, "axes must be a str"),
+        ({"split": 0}, "split must be True or False"),
+        ({"kind": 1}, "kind must be a str"),
+    ],
+)
+def test_fields_of_other_types_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        changed(GROUP, **changes)
+
+
+def test_a_range_of_heads_is_two_numbers() -> None:
+    with pytest.raises(ValueError, match="heads must be 2 integers"):
+        changed(GROUP, heads=(1, 2, 3))
+
+
+def test_fields_of_numpys_types_can_be_sent() -> None:
+    group = GroupLayout(
+        layers=np.arange(2),
+        blocks=np.int64(5),
+        block_size=np.uint8(4),
+        heads=(np.int32(2), np.int16(4)),
+        total_heads=np.int64(8),
+        head_size=np.int64(16),
+        dtype=np.str_("bfloat16"),
+        window=np.int64(0),
+    )
+    assert group == GROUP
+    assert hash(group) == hash(GROUP)
+    assert msgspec.msgpack.encode(group) == msgspec.msgpack.encode(GROUP)
+    layout = CacheLayout(groups=[group], model=np.bytes_(b"one"))
+    assert layout == CacheLayout(groups=(GROUP,), model=b"one")
+    assert type(layout.model) is bytes
 
 
 def test_itemsize() -> None:
@@ -119,6 +169,45 @@ def test_layers_belong_to_groups() -> None:
 def test_caches_that_cannot_be_are_refused(groups: tuple[GroupLayout, ...], model: bytes) -> None:
     with pytest.raises(ValueError, match=r"group|fingerprint"):
         CacheLayout(groups=groups, model=model)
+
+
+@pytest.mark.parametrize("model", ["m", bytearray(b"m"), None, 1])
+def test_a_fingerprint_is_bytes(model: object) -> None:
+    with pytest.raises(TypeError, match="model must be bytes, not"):
+        CacheLayout(groups=(GROUP, LATENT), model=model)
+
+
+@pytest.mark.parametrize("groups", [GROUP, "ab", (GROUP, "b"), [GROUP, None]])
+def test_groups_are_groups(groups: object) -> None:
+    with pytest.raises(TypeError, match="groups must be a tuple of GroupLayout"):
+        CacheLayout(groups=groups)
+
+
+def test_layers_are_as_many_as_a_bitmap_can_name() -> None:
+    size = {"blocks": 1, "block_size": 1, "heads": 1, "head_size": 1, "dtype": "int8"}
+    assert CacheLayout.attention(layers=MOST_LAYERS, **size).layers == MOST_LAYERS
+    for layers in (0, MOST_LAYERS + 1, 10**12):
+        with pytest.raises(ValueError, match="layers must be from 1 to 8192"):
+            CacheLayout.attention(layers=layers, **size)
+    with pytest.raises(ValueError, match="8193 layers; a cache has at most 8192"):
+        CacheLayout(groups=(changed(GROUP, layers=tuple(range(MOST_LAYERS + 1))),))
+    ready = Ready("t", 0, b"\xff" * (MOST_LAYERS // 8))
+    frame = Frame(b"s" * 16, b"d" * 16, "a", 1, 1, 1, 1, [msgspec.Raw(encode_message(ready))])
+    assert decode_messages(frame) == [ready]
+
+
+def test_latent_is_one_group_of_one_head_that_all_ranks_keep() -> None:
+    layout = CacheLayout.latent(
+        layers=2, blocks=7, block_size=8, latent_size=576, dtype="bfloat16", model=b"one"
+    )
+    (group,) = layout.groups
+    assert (group.kind, group.layers, group.shape, layout.model) == ("mla", (0, 1), (7, 8, 576), b"one")
+    assert (group.heads, group.total_heads, group.halves) == ((0, 1), 1, 1)
+    with_head = CacheLayout.latent(
+        layers=2, blocks=7, block_size=4, latent_size=576, dtype="bfloat16", axes="bthd"
+    )
+    assert with_head.groups[0].shape == (7, 4, 1, 576)
+    assert list(layout.differences(msgspec.structs.replace(with_head, model=b"one"))) == []
 
 
 def test_attention_is_one_group() -> None:

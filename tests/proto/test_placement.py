@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,3 +86,29 @@ def test_a_placement_that_leads_out_of_its_buffers_is_refused(
     placement = Placement(buffers=(SIZE,), groups=(group,) if group else ())
     with pytest.raises(ValueError, match=message):
         placement.check(SMALL)
+
+
+def test_places_of_numpys_types_can_be_sent() -> None:
+    same = Placement(
+        buffers=np.array([SIZE]),
+        groups=[GroupPlacement(strides=np.array(STRIDES), layers=[[(np.int64(0), np.int32(0))]])],
+    )
+    plain = Placement(buffers=(SIZE,), groups=(placed(STRIDES, (0, 0)),))
+    assert same == plain
+    assert msgspec.msgpack.encode(same) == msgspec.msgpack.encode(plain)
+
+
+def test_places_of_other_types_are_refused() -> None:
+    with pytest.raises(TypeError, match="strides must be an integer, not float"):
+        GroupPlacement(strides=(1.0, 2, 3, 4), layers=())
+    with pytest.raises(ValueError, match="strides must be 4 integers"):
+        GroupPlacement(strides=(1, 2, 3), layers=())
+    with pytest.raises(ValueError, match="a place must be 2 integers"):
+        GroupPlacement(strides=STRIDES, layers=(((0, 1, 2),),))
+    with pytest.raises(TypeError, match="buffers must be an integer, not bool"):
+        Placement(buffers=(True,), groups=())
+    with pytest.raises(TypeError, match="groups must be a tuple of GroupPlacement"):
+        Placement(buffers=(1,), groups=(STRIDES,))
+    for size in (-1, 2**63):
+        with pytest.raises(ValueError, match="a buffer of"):
+            Placement(buffers=(size,), groups=())
