@@ -17,11 +17,19 @@ __all__ = ["End", "GroupBlocks", "Side", "cut"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBlocks:
-    """The blocks of one request in one KV cache group, in token order."""
+    """The blocks of one request in one KV cache group, in token order.
 
-    #: Index of the first listed block's first token; a multiple of the block size.
+    Where a group keeps a window only, the list begins later: ``start`` tells with which token.
+
+    Attributes:
+        start: Index of the first listed block's first token; a multiple of the block size.
+        ids: Block ids.
+
+    Raises:
+        TypeError: ``ids`` is not a vector of int64.
+    """
+
     start: int
-    #: Block ids.
     ids: Offsets
 
     def __post_init__(self) -> None:
@@ -32,11 +40,16 @@ class GroupBlocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Side:
-    """One end of a copy: what its cache holds, where, and which of its blocks take part."""
+    """One end of a copy.
+
+    Attributes:
+        layout: What its cache holds.
+        placement: Where.
+        blocks: Which of its blocks take part; one entry for each group of the layout.
+    """
 
     layout: CacheLayout
     placement: Placement
-    #: One entry for each group of the layout.
     blocks: tuple[GroupBlocks, ...]
 
 

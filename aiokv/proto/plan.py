@@ -30,7 +30,15 @@ __all__ = ["Chunk", "Copy", "CopyPlan", "GroupBlocks", "Section", "Side", "plan_
 
 
 class Chunk(NamedTuple):
-    """Pieces ``lo`` to ``hi`` of ``plan.copies(layer)[copy]``: what is moved at a time."""
+    """Pieces ``lo`` to ``hi`` of ``plan.copies(layer)[copy]``: what is moved at a time.
+
+    Attributes:
+        layer: Of the model.
+        copy: Index of one of the layer's copies.
+        lo: The first piece.
+        hi: The end of the range of pieces.
+        nbytes: Bytes of these pieces.
+    """
 
     layer: int
     copy: int
@@ -60,14 +68,17 @@ class _GroupPlan(NamedTuple):
 
 
 class CopyPlan:
-    """What ``plan_copy`` found; the same at both ends of a transfer. Immutable."""
+    """What ``plan_copy`` found; the same at both ends of a transfer. Immutable.
+
+    Attributes:
+        layers: Every layer of the model, ascending, also those with nothing to move.
+        total: Bytes that the whole plan moves.
+    """
 
     __slots__ = ("_copies", "_where", "layers", "total")
 
     def __init__(self, layout: CacheLayout, groups: Sequence[_GroupPlan]) -> None:
-        #: Every layer of the model, ascending, also those with nothing to move.
         self.layers: tuple[int, ...] = tuple(range(layout.layers))
-        #: Bytes that the whole plan moves.
         self.total: int = sum(
             plan.nbytes * len(group.layers) for plan, group in zip(groups, layout.groups, strict=True)
         )
@@ -109,11 +120,19 @@ class CopyPlan:
         return found
 
     def nbytes(self, layer: int) -> int:
-        """Bytes to move for one layer."""
+        """Bytes to move for one layer.
+
+        Raises:
+            KeyError: The model has no such layer.
+        """
         return self._where[layer][0].nbytes
 
     def chunks(self, layer: int, limit: int) -> Iterator[Chunk]:
-        """Cut one layer into chunks of at most ``limit`` bytes; a larger piece is a chunk alone."""
+        """Cut one layer into chunks of at most ``limit`` bytes; a larger piece is a chunk alone.
+
+        Raises:
+            KeyError: The model has no such layer.
+        """
         for index, item in enumerate(self._where[layer][0].items):
             size, count = item.section.piece_bytes, len(item.section.src)
             step = max(1, limit // size)

@@ -19,19 +19,22 @@ Loop = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Pieces of one shape; shared by all layers of a group, so offsets are without the base."""
+    """Pieces of one shape; shared by all layers of a group, so offsets are without the base.
 
-    #: Byte offset of each piece at the source, from the copy's base.
+    Attributes:
+        src: Byte offset of each piece at the source, from the copy's base.
+        dst: Byte offset of each piece at the destination, from the copy's base.
+        shape: Loops inside a piece, outermost first; empty when a piece is one run.
+        src_strides: Byte stride of each loop at the source.
+        dst_strides: Byte stride of each loop at the destination.
+        run: Bytes that are contiguous on both sides, innermost.
+    """
+
     src: Offsets
-    #: Byte offset of each piece at the destination, from the copy's base.
     dst: Offsets
-    #: Loops inside a piece, outermost first; empty when a piece is one run.
     shape: tuple[int, ...]
-    #: Byte stride of each loop at the source.
     src_strides: tuple[int, ...]
-    #: Byte stride of each loop at the destination.
     dst_strides: tuple[int, ...]
-    #: Bytes that are contiguous on both sides, innermost.
     run: int
 
     @cached_property
@@ -99,15 +102,19 @@ class Section:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """One section for one tensor of one layer."""
+    """One section for one tensor of one layer.
 
-    #: Buffer number in the source's placement.
+    Attributes:
+        src_buffer: Buffer number in the source's placement.
+        src_base: Byte offset in that buffer, to which the section's offsets are added.
+        dst_buffer: Buffer number in the destination's placement.
+        dst_base: Byte offset in that buffer, to which the section's offsets are added.
+        section: The pieces.
+    """
+
     src_buffer: int
-    #: Byte offset in that buffer, to which the section's offsets are added.
     src_base: int
-    #: Buffer number in the destination's placement.
     dst_buffer: int
-    #: Byte offset in that buffer, to which the section's offsets are added.
     dst_base: int
     section: Section
 

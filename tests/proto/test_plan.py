@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from aiokv.errors import InvalidBlocks, LayoutMismatch
 from aiokv.proto.layout import CacheLayout, GroupLayout, Kind, itemsize
 from aiokv.proto.placement import GroupPlacement, Placement
-from aiokv.proto.plan import Chunk, Copy, CopyPlan, GroupBlocks, Side, plan_copy
+from aiokv.proto.plan import Chunk, Copy, CopyPlan, GroupBlocks, Section, Side, plan_copy
 
 #: (axes, split) of everything that keeps K and V of several heads.
 FULL = [
@@ -452,6 +454,14 @@ def test_nothing_to_move_is_a_plan_of_nothing(first_token: int) -> None:
     assert list(plan.copies(1)) == []
     assert list(plan.chunks(1, 1 << 20)) == []
     assert plan.nbytes(1) == 0
+
+
+@pytest.mark.parametrize(
+    "public", [CacheLayout, GroupLayout, Placement, GroupPlacement, GroupBlocks, Side, Section, Copy, Chunk]
+)
+def test_help_explains_every_field(public: type) -> None:
+    told = re.findall(r"^    (\w+): [A-Z\"`(]", str(inspect.getdoc(public)), re.MULTILINE)
+    assert [name for name in told if not name.endswith("Error")] == list(inspect.signature(public).parameters)
 
 
 # -- refusals ---------------------------------------------------------------------------------------
