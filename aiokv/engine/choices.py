@@ -1,32 +1,100 @@
-"""The pieces that an engine is made of, by name or address; each is imported when it is chosen."""
+"""The pieces that an engine is made of, by name or address; each is imported when it is used."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 
+from aiokv.control.address import bindable
 from aiokv.control.base import Channel
 from aiokv.transports.base import Transport
+from aiokv.transports.mapping import off_loop
 
-__all__ = ["TRANSPORTS", "channel_at", "host_of", "transports_named"]
+__all__ = [
+    "TRANSPORTS",
+    "channel_at",
+    "checked_binding",
+    "checked_transports",
+    "host_of",
+    "imported",
+    "transports_named",
+]
 
 #: Transports that an engine uses by default, best first.
 TRANSPORTS = ("shm", "cma", "tcp")
 
 
+def checked_binding(bind: str, advertise: str | None) -> None:
+    """Refuse what no channel can listen at, without importing a channel.
+
+    Raises:
+        TypeError: An address is no string.
+        ValueError: An address is malformed, or none that a peer can reach.
+    """
+    for what, address in (("bind", bind), ("advertise", advertise)):
+        if not isinstance(address, str) and (address is not None or what == "bind"):
+            raise TypeError(f"{what} is an address, tcp://host:port, not {address!r}")
+    bindable(bind, advertise, "tcp")
+
+
+async def imported(chosen: Sequence[str | Transport], *, channel: bool) -> None:
+    """Import what is needed off the loop, which zmq alone would hold for 50 ms and more.
+
+    Args:
+        chosen: The transports.
+        channel: Whether ``channel_at`` will be called.
+    """
+    modules = [f"aiokv.transports.{each}" for each in chosen if isinstance(each, str)]
+    if channel:
+        modules.append("aiokv.control.zmq")
+    if missing := [name for name in modules if name not in sys.modules]:
+        await off_loop(lambda: [import_module(name) for name in missing], "aiokv-import")
+
+
 def channel_at(bind: str, advertise: str | None) -> Channel:
     """The control channel for an address."""
-    # Imported here, so that importing aiokv doesn't import zmq.
     from aiokv.control.zmq import ZmqChannel
 
     return ZmqChannel(bind, advertise=advertise)
 
 
+def checked_transports(wanted: Sequence[str | Transport] | None) -> list[str | Transport]:
+    """Names of transports, and transports that the caller made; all there are by default.
+
+    Raises:
+        TypeError: It is no list, or not of names and transports.
+        ValueError: It is empty, has one twice, or one that there isn't.
+    """
+    if wanted is None:
+        return list(TRANSPORTS)
+    if isinstance(wanted, str):  # a sequence, too, but of letters
+        raise TypeError(f"transports is a list of names, not the one name {wanted!r}")
+    if not isinstance(wanted, Sequence):
+        raise TypeError(f"transports is a list of names or transports, not {wanted!r}")
+    if not wanted:
+        raise ValueError("transports is empty: at least one transport must be allowed")
+    names = [_name(each) for each in wanted]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"transports must name each once, not {name!r} {names.count(name)} times")
+    return list(wanted)
+
+
+def _name(transport: str | Transport) -> str:
+    if isinstance(transport, str):
+        if transport not in TRANSPORTS:
+            raise ValueError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
+        return transport
+    methods = all(hasattr(transport, name) for name in ("describe", "start", "connect"))
+    if not methods or isinstance(transport, type):
+        raise TypeError(f"transports has {transport!r}, which is neither a name nor a transport")
+    return transport.name
+
+
 def transports_named(wanted: Sequence[str | Transport] | None) -> list[Transport]:
-    """Transports by name, or as the caller made them; all by default."""
-    names = TRANSPORTS if wanted is None else wanted
-    if not names:
-        raise ValueError("at least one transport must be allowed")
-    return [_made(each) if isinstance(each, str) else each for each in names]
+    """Transports by name, or as the caller made them; see ``checked_transports``."""
+    return [_made(each) if isinstance(each, str) else each for each in checked_transports(wanted)]
 
 
 def _made(name: str) -> Transport:
@@ -39,11 +107,10 @@ def _made(name: str) -> Transport:
             from aiokv.transports.cma import CmaTransport
 
             return CmaTransport()
-        case "tcp":
+        case _:
             from aiokv.transports.tcp import TcpTransport
 
             return TcpTransport()
-    raise ValueError(f"there is no transport {name!r}; there are {', '.join(TRANSPORTS)}")
 
 
 def host_of(address: str) -> str:

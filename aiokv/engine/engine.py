@@ -24,13 +24,23 @@ from aiokv.engine.arguments import (
     block_lists,
     checked_addresses,
     checked_id,
+    checked_priority,
+    checked_stream,
     checked_trace,
     room_of,
     seconds,
+    wanted_tokens,
     whole,
 )
 from aiokv.engine.bell import Bell
-from aiokv.engine.choices import channel_at, host_of, transports_named
+from aiokv.engine.choices import (
+    channel_at,
+    checked_binding,
+    checked_transports,
+    host_of,
+    imported,
+    transports_named,
+)
 from aiokv.engine.core import Core
 from aiokv.engine.statistics import Statistics
 from aiokv.engine.transfer import Fetch, Offer
@@ -65,6 +75,14 @@ class TransferEngine:
         settings: Timers and bounds.
         channel: A control channel made by the caller, in place of ``bind`` and ``advertise``.
         clock: Nanoseconds of the clock that leases are written in; shared by a host's processes.
+
+    Attributes:
+        cache: As given.
+        address: Where peers reach this engine; empty before it is entered.
+
+    Raises:
+        TypeError: An argument of the wrong kind; the message names it.
+        ValueError: An address, or a choice of transports, that can't be meant.
     """
 
     def __init__(
@@ -78,14 +96,26 @@ class TransferEngine:
         channel: Channel | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache is a KVCache, not {cache!r}")
+        if settings is not None and not isinstance(settings, Settings):
+            raise TypeError(f"settings is a Settings, not {settings!r}")
+        if channel is not None and not (hasattr(channel, "start") and hasattr(channel, "open")):
+            raise TypeError(f"channel is a control channel (see control.base), not {channel!r}")
+        if not callable(clock):
+            raise TypeError(f"clock is a function that gives nanoseconds, not {clock!r}")
+        if channel is None:
+            checked_binding(bind, advertise)
         self.cache = cache
         self._settings = settings or Settings()
         self._clock = clock
-        self._channel = channel or channel_at(bind, advertise)
-        self._host = host_of(bind)
-        self._transports = transports_named(transports)
+        self._bind, self._advertise = bind, advertise
+        self._chosen = checked_transports(transports)
+        #: The caller's channel; or ours, None until it is made.
+        self._channel = channel
+        #: What was chosen; empty until it is made.
+        self._transports: list[Transport] = []
         self._state: Literal["new", "starting", "open", "closing", "closed"] = "new"
-        #: Where peers reach this engine; empty before it is entered.
         self.address = ""
         #: The working parts; None until entered.
         self._core: Core | None = None
@@ -110,10 +140,14 @@ class TransferEngine:
         return self
 
     async def _start(self) -> None:
+        await imported(self._chosen, channel=self._channel is None)
+        if self._channel is None:
+            self._channel = channel_at(self._bind, self._advertise)
+        self._transports = transports_named(self._chosen)
         started, faults = [], []
         for transport in self._transports:
             try:
-                await transport.start(self.cache, self._host)
+                await transport.start(self.cache, host_of(self._bind))
                 started.append(transport)
             except (DeviceError, OSError) as error:
                 faults.append(f"{transport.name}: {error}")
@@ -199,7 +233,8 @@ class TransferEngine:
 
     async def _release(self) -> None:
         async with AsyncExitStack() as stack:  # from the last to the first, whatever fails
-            stack.push_async_callback(self._channel.aclose)
+            if self._channel is not None:
+                stack.push_async_callback(self._channel.aclose)
             for transport in reversed(self._transports):
                 stack.push_async_callback(transport.aclose)
             if self._core is not None:
@@ -251,19 +286,23 @@ class TransferEngine:
             The offer, not yet begun. Bad block ids and ids in use are refused when it begins.
 
         Raises:
-            ValueError: An argument that can't be meant.
+            TypeError: An argument of the wrong kind; the message names it.
+            ValueError: One that can't be meant (``InvalidBlocks``: what concerns blocks and tokens).
+            CapacityError: More blocks than one transfer can list.
             ClosedError: The engine is not open.
         """
         core = self._opened()
         listed = block_lists(blocks, core.layout)
         room = room_of(listed, core.layout)
-        tokens = room if tokens is None else whole(tokens, "tokens")
-        if not 0 < tokens <= room:
-            raise InvalidBlocks(f"{tokens} tokens don't fit blocks with room for {room}")
+        if not room:
+            raise InvalidBlocks("blocks is empty: there is nothing to offer")
+        tokens = room if tokens is None else whole(tokens, "tokens", 1)
+        if tokens > room:
+            raise InvalidBlocks(f"tokens={tokens}, but the blocks have room for {room}")
         addresses = checked_addresses(to, "to")
-        readers = max(1, len(addresses)) if readers is None else whole(readers, "readers")
-        if readers < max(1, len(addresses)):
-            raise ValueError(f"{readers} readers, but {len(addresses)} engines are named")
+        readers = max(1, len(addresses)) if readers is None else whole(readers, "readers", 1)
+        if readers < len(addresses):
+            raise ValueError(f"readers={readers}, but to names {len(addresses)} engines")
         lasts = seconds(deadline)
         offering = Offering(
             tid=checked_id(tid),
@@ -289,7 +328,7 @@ class TransferEngine:
         blocks: BlockIds,
         *,
         sources: Sequence[str] | None = None,
-        parts: int = 1,
+        parts: int | None = None,
         first_token: int = 0,
         tokens: int | None = None,
         attempt: int = 0,
@@ -306,12 +345,12 @@ class TransferEngine:
                 group a list, where the cache has several.
             sources: Control addresses of the producers, one for each rank that holds heads which
                 are needed here. None: wait until producers offer it to this engine (push).
-            parts: How many producers will offer it, where ``sources`` is None.
+            parts: How many producers will offer it, where ``sources`` is None; by default one.
             first_token: Tokens before this one are there already and aren't moved.
             tokens: Tokens wanted; by default as many as are offered.
             attempt: Number of the attempt at this id.
             deadline: Seconds until it must be over.
-            priority: Higher goes first, among the fetches of this engine.
+            priority: Higher goes first, among the fetches of this engine; any integer of 32 bits.
             stream: The caller's stream: nothing is written before what is enqueued on it now, and
                 what is enqueued on it after ``layer`` or ``layer_ordered`` sees the result.
             trace: W3C trace context that travels along.
@@ -320,19 +359,22 @@ class TransferEngine:
             The fetch, not yet begun. Bad block ids and ids in use are refused when it begins.
 
         Raises:
-            ValueError: An argument that can't be meant.
+            TypeError: An argument of the wrong kind; the message names it.
+            ValueError: One that can't be meant (``InvalidBlocks``: what concerns blocks and tokens).
+            CapacityError: More blocks than one transfer can list.
             ClosedError: The engine is not open.
         """
         core = self._opened()
         listed = block_lists(blocks, core.layout)
         room = room_of(listed, core.layout)
-        first, last = whole(first_token, "first_token"), None if tokens is None else whole(tokens, "tokens")
-        if not first <= (room if last is None else last) <= room:
-            raise InvalidBlocks(f"tokens {first}..{last} don't fit blocks with room for {room}")
-        addresses = checked_addresses(sources or (), "sources")
+        first, last = wanted_tokens(first_token, tokens, room)
+        addresses = [] if sources is None else checked_addresses(sources, "sources")
         if sources is not None and not addresses:
             raise ValueError("sources names no engine; None waits for whoever offers")
-        parts, lasts = whole(parts, "parts", 1), seconds(deadline)
+        wanted = max(1, len(addresses)) if parts is None else whole(parts, "parts", 1)
+        if addresses and wanted != len(addresses):
+            raise ValueError(f"parts={wanted}, but sources names {len(addresses)} engines; leave parts out")
+        adopted, lasts = self.cache.device.adopt(checked_stream(stream)), seconds(deadline)
         fetching = Fetching(
             tid=checked_id(tid),
             attempt=whole(attempt, "attempt"),
@@ -340,17 +382,17 @@ class TransferEngine:
             blocks=listed,
             trace=checked_trace(trace),
             first_token=first,
-            tokens=-1 if last is None else last,
+            tokens=last,
             capacity=room,
-            priority=priority,
+            priority=checked_priority(priority),
         )
 
         def begin() -> None:
             self._opened()
             fetching.deadline = self._clock() + lasts
-            core.begin_fetch(fetch, fetching, _sessions(core, addresses), parts)
+            core.begin_fetch(fetch, fetching, _sessions(core, addresses), wanted)
 
-        fetch = Fetch(core, fetching, begin, self.cache.device.adopt(stream))
+        fetch = Fetch(core, fetching, begin, adopted)
         return fetch
 
     def statistics(self) -> Statistics:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 from aiokv.device.base import Event, Stream
+from aiokv.engine.arguments import checked_stream, layer_index
 from aiokv.engine.handle import Handle, Pump
 from aiokv.errors import LocalProtocolError
 from aiokv.proto.parts import State
@@ -49,12 +50,13 @@ class Offer(Handle):
                 calling thread's current stream.
 
         Raises:
+            TypeError: The layer is no integer, or the stream no stream.
             IndexError: There is no such layer.
             LocalProtocolError: The layer was announced before.
             DeviceError: The stream belongs to another device.
         """
-        if not 0 <= layer < self._core.layout.layers:
-            raise IndexError(f"layer {layer} is not one of 0..{self._core.layout.layers - 1}")
+        layer = layer_index(layer, self._core.layout.layers)
+        checked_stream(stream)
         if self._transfer.resolved:
             return
         if self._announced >> layer & 1:
@@ -105,6 +107,7 @@ class Fetch(Handle):
         It is then also ordered before whatever ``stream`` (of the fetch) gets next.
 
         Raises:
+            TypeError: The layer is no integer.
             IndexError: There is no such layer.
             AiokvError: The transfer failed before.
         """
@@ -117,14 +120,14 @@ class Fetch(Handle):
         the layer may be trusted only once the transfer has ended well.
 
         Raises:
+            TypeError: The layer is no integer.
             IndexError: There is no such layer.
             AiokvError: The transfer failed before.
         """
         await self._until(layer, self._ordered)
 
     async def _until(self, layer: int, reached: Callable[[], int]) -> None:
-        if not 0 <= layer < self._core.layout.layers:
-            raise IndexError(f"layer {layer} is not one of 0..{self._core.layout.layers - 1}")
+        layer = layer_index(layer, self._core.layout.layers)
         if not self._begun:
             raise LocalProtocolError(f"transfer {self._transfer} was not begun")
         while True:

@@ -6,13 +6,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from aiokv.device.host import HostDevice
+from aiokv.device.mocked import MockedDevice
 from aiokv.engine.arguments import (
     block_lists,
     checked_addresses,
     checked_id,
+    checked_priority,
+    checked_stream,
     checked_trace,
+    layer_index,
     room_of,
     seconds,
+    wanted_tokens,
     whole,
 )
 from aiokv.errors import CapacityError, InvalidBlocks
@@ -81,9 +87,9 @@ def test_each_group_has_its_own_list() -> None:
 @pytest.mark.parametrize(
     ("blocks", "layout", "message"),
     [
-        ([[1], [2]], LAYOUT, "block lists for 2 groups, the cache has 1"),
-        ([[1]], TWO, "block lists for 1 groups, the cache has 2"),
-        ([], TWO, "block lists for 0 groups, the cache has 2"),
+        ([[1], [2]], LAYOUT, "blocks has lists for 2 groups, the cache has 1"),
+        ([[1]], TWO, "blocks has lists for 1 groups, the cache has 2"),
+        ([], TWO, "blocks has lists for 0 groups, the cache has 2"),
         # As many ids as there are groups are not a list for each of them.
         ([1, 2], TWO, "come as a list for each group, not as 1"),
         ([[1], 2], TWO, "come as a list for each group, not as 2"),
@@ -99,6 +105,14 @@ def test_each_group_has_its_own_list() -> None:
 def test_what_is_no_list_of_ids_is_refused(blocks: object, layout: CacheLayout, message: str) -> None:
     with pytest.raises(InvalidBlocks, match=message):
         block_lists(blocks, layout)
+
+
+@pytest.mark.parametrize(
+    "blocks", [None, {1, 2}, iter([1, 2]), {0: 1}, 5, "12", b"12", bytearray(2), np.array(3), range]
+)
+def test_what_is_no_list_is_refused(blocks: object) -> None:
+    with pytest.raises(TypeError, match="^blocks is a list of block ids, .* not "):
+        block_lists(blocks, LAYOUT)
 
 
 def test_more_blocks_than_a_message_holds_are_refused() -> None:
@@ -135,16 +149,33 @@ def test_an_id_is_what_it_is(tid: str) -> None:
     assert checked_id(tid) == tid
 
 
-@pytest.mark.parametrize("tid", ["", "x" * 257, b"bytes", 7, None, "half \ud83d of a pair"])
-def test_what_can_be_no_id_is_refused(tid: object) -> None:
-    with pytest.raises(ValueError, match="a transfer id is a string of 1 to 256 characters"):
+@pytest.mark.parametrize("tid", ["", "x" * 257, "half \ud83d of a pair"])
+def test_what_can_be_no_id_is_refused(tid: str) -> None:
+    with pytest.raises(ValueError, match="^tid, the transfer id, is a string of 1 to 256 characters, not "):
         checked_id(tid)
 
 
-@pytest.mark.parametrize("trace", ["x" * 65, None, b"", "\udc00"])
-def test_what_can_be_no_trace_context_is_refused(trace: object) -> None:
+@pytest.mark.parametrize("tid", [b"bytes", 7, None, ["t"]])
+def test_what_is_no_string_is_no_id(tid: object) -> None:
+    with pytest.raises(TypeError, match="^tid, the transfer id, is a string, not "):
+        checked_id(tid)
+
+
+def test_a_message_shows_the_beginning_of_what_is_far_too_long() -> None:
+    with pytest.raises(ValueError, match="^tid, .* not 'x{40}' and 999960 characters more$"):
+        checked_id("x" * 1_000_000)
+
+
+@pytest.mark.parametrize("trace", ["x" * 65, "\udc00"])
+def test_what_can_be_no_trace_context_is_refused(trace: str) -> None:
     assert checked_trace("00-" + "a" * 32 + "-" + "b" * 16 + "-01")
-    with pytest.raises(ValueError, match="a trace context is a string of at most 64 characters"):
+    with pytest.raises(ValueError, match="^trace, a trace context, is a string of at most 64 characters"):
+        checked_trace(trace)
+
+
+@pytest.mark.parametrize("trace", [None, b""])
+def test_what_is_no_string_is_no_trace_context(trace: object) -> None:
+    with pytest.raises(TypeError, match="^trace, a trace context, is a string, not "):
         checked_trace(trace)
 
 
@@ -155,10 +186,64 @@ def test_whole_numbers_become_pythons_own(given: object, expected: int) -> None:
     assert type(found) is int
 
 
-@pytest.mark.parametrize("given", [-1, 2**48, 1.0, "1", None])
-def test_what_no_message_can_carry_is_refused(given: object) -> None:
-    with pytest.raises(ValueError, match="^tokens is an integer of at least 0 and less than"):
+@pytest.mark.parametrize("given", [-1, 2**48])
+def test_what_no_message_can_carry_is_refused(given: int) -> None:
+    with pytest.raises(ValueError, match="^tokens is an integer of at least 0 and less than .* not "):
         whole(given, "tokens")
+
+
+@pytest.mark.parametrize("given", [1.0, float("nan"), "1", None, [1]])
+def test_what_is_no_integer_is_refused(given: object) -> None:
+    for checked in (lambda: whole(given, "tokens"), lambda: wanted_tokens(0, given or "", 4)):
+        with pytest.raises(TypeError, match="^tokens is an integer, not "):
+            checked()
+    with pytest.raises(TypeError, match="^priority is an integer, not "):
+        checked_priority(given)
+    with pytest.raises(TypeError, match="^layer is an integer, not "):
+        layer_index(given, 4)
+
+
+def test_a_priority_is_any_integer_of_32_bits() -> None:
+    assert [checked_priority(given) for given in (-(2**31), np.int8(-3), 2**31 - 1)] == [
+        -(2**31),
+        -3,
+        2**31 - 1,
+    ]
+    for given in (2**31, -(2**31) - 1):
+        with pytest.raises(ValueError, match="^priority is an integer from .* not "):
+            checked_priority(given)
+
+
+def test_a_layer_is_one_of_the_models() -> None:
+    assert type(layer_index(np.int64(70), 80)) is int  # 1 << np.int64(70) is 0
+    for given in (-1, 4):
+        with pytest.raises(IndexError, match=rf"^layer {given} is not one of 0\.\.3$"):
+            layer_index(given, 4)
+
+
+def test_the_tokens_that_are_wanted_have_room() -> None:
+    assert wanted_tokens(0, None, 8) == (0, -1)
+    assert wanted_tokens(8, 8, 8) == (8, 8)
+    assert wanted_tokens(0, 0, 0) == (0, 0)
+    for given, message in (
+        ((0, 9, 8), "^tokens=9, but the blocks have room for 8$"),
+        ((5, 4, 8), "^first_token=5 lies beyond tokens=4$"),
+        ((9, None, 8), "^first_token=9 lies beyond the 8 tokens that the blocks have room for$"),
+        ((0, None, 0), "^blocks is empty: there is no room for what is offered$"),
+    ):
+        with pytest.raises(InvalidBlocks, match=message):
+            wanted_tokens(*given)
+
+
+@pytest.mark.parametrize("given", [None, HostDevice().stream(), MockedDevice().stream()])
+def test_a_stream_may_be_any_devices(given: object) -> None:
+    assert checked_stream(given) is given
+
+
+@pytest.mark.parametrize("given", [object(), 7, "stream", 0])
+def test_what_is_no_stream_is_refused(given: object) -> None:
+    with pytest.raises(TypeError, match="^stream is what has __cuda_stream__, or None, not "):
+        checked_stream(given)
 
 
 def test_a_number_may_have_to_be_larger() -> None:
@@ -171,16 +256,41 @@ def test_addresses_are_a_list_with_each_once() -> None:
     assert checked_addresses((), "to") == []
     with pytest.raises(ValueError, match="^to must name each engine once"):
         checked_addresses(["tcp://a:1", "tcp://a:1"], "to")
-    with pytest.raises(ValueError, match="^sources is a list of addresses, not the one address 'tcp://a:1'"):
+    assert sorted(checked_addresses({"tcp://a:1": 1, "tcp://b:1": 2}.keys(), "to")) == [
+        "tcp://a:1",
+        "tcp://b:1",
+    ]
+    with pytest.raises(TypeError, match="^sources is a list of addresses, not the one address 'tcp://a:1'"):
         checked_addresses("tcp://a:1", "sources")
 
 
-@pytest.mark.parametrize(("deadline", "expected"), [(1, 10**9), (0.25, 250_000_000), (1e-9, 1)])
+@pytest.mark.parametrize("given", [None, 5, iter(["tcp://a:1"]), b"tcp://a:1", {"tcp://a:1": 1}])
+def test_what_is_no_list_of_addresses_is_refused(given: object) -> None:
+    with pytest.raises(TypeError, match="^to is a list of addresses, not "):
+        checked_addresses(given, "to")
+
+
+@pytest.mark.parametrize("given", [[None], ["tcp://a:1", 5], [b"tcp://a:1"], [["tcp://a:1"]]])
+def test_an_address_is_a_string(given: object) -> None:
+    with pytest.raises(TypeError, match="^to lists control addresses, which are strings, not "):
+        checked_addresses(given, "to")
+
+
+@pytest.mark.parametrize(
+    ("deadline", "expected"),
+    [(1, 10**9), (0.25, 250_000_000), (1e-9, 1), (1e-12, 1), (np.float32(2), 2 * 10**9)],
+)
 def test_a_deadline_is_in_seconds(deadline: float, expected: int) -> None:
     assert seconds(deadline) == expected
 
 
 @pytest.mark.parametrize("deadline", [0, -1, float("inf"), float("nan"), 86_400])
 def test_a_deadline_that_cannot_be_meant_is_refused(deadline: float) -> None:
-    with pytest.raises(ValueError, match="between 0 s and a day"):
+    with pytest.raises(ValueError, match="^deadline lies between 0 s and a day, not at "):
+        seconds(deadline)
+
+
+@pytest.mark.parametrize("deadline", [None, "3", [3], 3j])
+def test_what_is_no_number_is_no_deadline(deadline: object) -> None:
+    with pytest.raises(TypeError, match="^deadline is a number of seconds, not "):
         seconds(deadline)

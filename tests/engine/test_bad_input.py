@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from aiokv.device.cache import KVCache
 from aiokv.engine.engine import TransferEngine
 from aiokv.errors import (
     BusyError,
@@ -19,7 +21,7 @@ from aiokv.errors import (
 )
 from aiokv.proto.layout import CacheLayout, GroupLayout
 from aiokv.proto.settings import SECOND, Settings
-from aiokv.testing.pairs import Engines, check_idle, settle, transfer, unharmed, virtual_time
+from aiokv.testing.pairs import LAYOUT, Engines, check_idle, settle, transfer, unharmed, virtual_time
 
 #: Two groups: full attention in layers 0 and 2, a sliding window in layer 1.
 MIXED = CacheLayout(
@@ -69,7 +71,7 @@ both = pytest.mark.parametrize("begin", [begin_offer, begin_fetch])
         ([1, 3, 2, 3], "group 0: block 3 stands twice"),
         ([1, 2.5], "block ids are integers, not float64"),
         (["1"], "block ids are integers"),
-        ([[1], [2]], "block lists for 2 groups, the cache has 1"),
+        ([[1], [2]], "blocks has lists for 2 groups, the cache has 1"),
         ([[1, [2]]], "list for each group"),
     ],
     ids=str,
@@ -86,7 +88,7 @@ async def test_ids_that_cannot_be_meant_are_refused(begin: Begin, blocks: Any, t
     ("blocks", "text"),
     [
         ([1, 2], "list for each group"),
-        ([[1]], "block lists for 1 groups, the cache has 2"),
+        ([[1]], "blocks has lists for 1 groups, the cache has 2"),
         ([[1], [8]], r"group 1: there is no block 8, the cache has 0\.\.7"),
         ([[1, 2], [3, 3]], "group 1: block 3 stands twice"),
     ],
@@ -151,13 +153,21 @@ async def test_blocks_may_be_read_by_many_transfers() -> None:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
+        ({"tid": None}, "tid, .* not None"),
         ({"tid": ""}, "1 to 256 characters"),
         ({"tid": "\ud800"}, "1 to 256 characters"),
         ({"deadline": 0}, "deadline"),
         ({"deadline": float("nan")}, "deadline"),
         ({"attempt": -1}, "attempt"),
-        ({"tokens": 9}, "9 .*room for 8"),
-        ({"tokens": 1.5}, "tokens"),
+        ({"attempt": 1.5}, "attempt is an integer, not 1.5"),
+        ({"attempt": None}, "attempt is an integer, not None"),
+        ({"deadline": None}, "deadline is a number of seconds, not None"),
+        ({"deadline": "3"}, "deadline is a number of seconds, not '3'"),
+        ({"blocks": None}, "blocks is a list .* not None"),
+        ({"blocks": {1, 2}}, "blocks is a list .* not {1, 2}"),
+        ({"blocks": []}, "blocks is empty"),
+        ({"tokens": 9}, "tokens=9, but the blocks have room for 8"),
+        ({"tokens": 1.5}, "tokens is an integer, not 1.5"),
         ({"trace": "x" * 65}, "trace"),
     ],
     ids=str,
@@ -166,19 +176,21 @@ async def test_blocks_may_be_read_by_many_transfers() -> None:
 async def test_arguments_that_cannot_be_meant_are_refused(given: dict[str, Any], text: str) -> None:
     arguments = {"tid": "t", "blocks": [1, 2], **given}
     async with unharmed() as (producer, consumer):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((TypeError, ValueError), match=text):
             producer.offer(**arguments)
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((TypeError, ValueError), match=text):
             consumer.fetch(**arguments, sources=[producer.address])
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"tokens": 0}, "0 tokens don't fit"),
-        ({"blocks": []}, "0 tokens don't fit"),
-        ({"readers": 0}, "0 readers"),
-        ({"readers": 1, "to": ["memory://x", "memory://y"]}, "1 readers, but 2 engines"),
+        ({"tokens": 0}, "tokens is an integer of at least 1 .* not 0"),
+        ({"readers": 0}, "readers is an integer of at least 1 .* not 0"),
+        ({"readers": 1.5}, "readers is an integer, not 1.5"),
+        ({"readers": 1, "to": ["memory://x", "memory://y"]}, "readers=1, but to names 2 engines"),
+        ({"to": [None]}, "to lists control addresses, .* not None"),
+        ({"to": None}, "to is a list of addresses, not None"),
         ({"to": ["memory://x", "memory://x"]}, "once"),
         ({"to": "memory://x"}, "list of addresses"),
     ],
@@ -187,28 +199,84 @@ async def test_arguments_that_cannot_be_meant_are_refused(given: dict[str, Any],
 @pytest.mark.asyncio
 async def test_arguments_of_offers(given: dict[str, Any], text: str) -> None:
     async with unharmed() as (producer, _):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((TypeError, ValueError), match=text):
             producer.offer(**{"tid": "t", "blocks": [1, 2], **given})
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"first_token": 9}, "room for 8"),
-        ({"first_token": 5, "tokens": 4}, r"tokens 5\.\.4"),
+        ({"first_token": 9}, "first_token=9 lies beyond the 8 tokens that the blocks have room for"),
+        ({"first_token": 5, "tokens": 4}, "first_token=5 lies beyond tokens=4"),
         ({"first_token": -1}, "first_token"),
+        ({"first_token": None}, "first_token is an integer, not None"),
+        ({"priority": None}, "priority is an integer, not None"),
+        ({"priority": 1.5}, "priority is an integer, not 1.5"),
+        ({"priority": "hi"}, "priority is an integer, not 'hi'"),
+        ({"priority": float("nan")}, "priority is an integer, not nan"),
+        ({"stream": object()}, "stream is what has __cuda_stream__"),
+        ({"sources": [None]}, "sources lists control addresses, .* not None"),
+        ({"sources": ["memory://x"], "parts": 2}, "parts=2, but sources names 1 engines"),
+        ({"sources": 5}, "sources is a list of addresses, not 5"),
         ({"sources": []}, "no engine"),
         ({"sources": ["memory://x", "memory://x"]}, "once"),
         ({"sources": "memory://x"}, "list of addresses"),
-        ({"parts": 0}, "parts"),
+        ({"parts": 0}, "parts is an integer of at least 1"),
+        ({"parts": 1.0}, "parts is an integer, not 1.0"),
     ],
     ids=str,
 )
 @pytest.mark.asyncio
 async def test_arguments_of_fetches(given: dict[str, Any], text: str) -> None:
     async with unharmed() as (_, consumer):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((TypeError, ValueError), match=text):
             consumer.fetch(**{"tid": "t", "blocks": [1, 2], **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "text"),
+    [
+        ({"cache": None}, TypeError, "cache is a KVCache, not None"),
+        ({"cache": LAYOUT}, TypeError, "cache is a KVCache, not CacheLayout"),
+        ({"bind": None}, TypeError, "bind is an address"),
+        ({"bind": "localhost"}, ValueError, "'localhost' is not tcp://host:port"),
+        ({"advertise": 7}, TypeError, "advertise is an address"),
+        ({"transports": "tcp"}, TypeError, "transports is a list of names, not the one name 'tcp'"),
+        ({"transports": [None]}, TypeError, "transports has None"),
+        ({"transports": ["tcp", "tcp"]}, ValueError, "transports must name each once"),
+        ({"settings": {"peers": 5}}, TypeError, "settings is a Settings, not {'peers': 5}"),
+        ({"channel": "tcp://127.0.0.1:0"}, TypeError, "channel is a control channel"),
+        ({"clock": 5}, TypeError, "clock is a function that gives nanoseconds, not 5"),
+    ],
+    ids=str,
+)
+def test_arguments_of_engines(given: dict[str, Any], kind: type[Exception], text: str) -> None:
+    cache = KVCache.allocate(LAYOUT)
+    with pytest.raises(kind, match=f"^{text}"):
+        TransferEngine(**{"cache": cache, **given})
+    cache.close()
+
+
+@pytest.mark.asyncio
+async def test_layers_that_cannot_be_meant_are_refused_and_may_be_said_again() -> None:
+    async with unharmed() as (producer, consumer):
+        offer = producer.offer("t", [1])
+        fetch = consumer.fetch("t", [2], sources=[producer.address])
+        async with offer, fetch:
+            for layer in (1.0, "0", None):
+                with pytest.raises(TypeError, match="^layer is an integer, not "):
+                    offer.layer_ready(layer)
+                for wait in (fetch.layer, fetch.layer_ordered):
+                    with pytest.raises(TypeError, match="^layer is an integer, not "):
+                        await wait(layer)
+            for layer in (-1, LAYOUT.layers):
+                with pytest.raises(IndexError, match=f"^layer {layer} is not one of"):
+                    offer.layer_ready(layer)
+            with pytest.raises(TypeError, match="^stream is what has __cuda_stream__"):
+                offer.layer_ready(0, stream=object())
+            for layer in range(LAYOUT.layers):
+                offer.layer_ready(np.int64(layer))
+            await fetch.layer(np.int32(0))
 
 
 @pytest.mark.parametrize("address", ["", "nonsense", "memory://", "tcp://127.0.0.1:1", "memory://x/"])

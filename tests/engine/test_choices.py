@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+import aiokv
 from aiokv.control.zmq import ZmqChannel
-from aiokv.engine.choices import TRANSPORTS, channel_at, host_of, transports_named
+from aiokv.engine.choices import (
+    TRANSPORTS,
+    channel_at,
+    checked_binding,
+    checked_transports,
+    host_of,
+    transports_named,
+)
 from aiokv.transports.memory import MemoryHub, MemoryTransport
+from aiokv.transports.tcp import TcpTransport
 
 
 def test_by_default_all_transports_are_used_best_first() -> None:
@@ -28,6 +43,71 @@ def test_a_transport_that_is_not_there_is_refused_and_those_that_are_named() -> 
         transports_named(["shm", "rdma"])
     with pytest.raises(ValueError, match="at least one"):
         transports_named([])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "message"),
+    [
+        ("tcp", TypeError, "transports is a list of names, not the one name 'tcp'"),
+        ([None], TypeError, "transports has None, which is neither a name nor a transport"),
+        ([TcpTransport], TypeError, "transports has <class .*, which is neither"),
+        (5, TypeError, "transports is a list of names or transports, not 5"),
+        ({"tcp"}, TypeError, "transports is a list of names or transports, not {'tcp'}"),
+        (["tcp", "shm", "tcp"], ValueError, "transports must name each once, not 'tcp' 2 times"),
+        (["tcp", TcpTransport()], ValueError, "transports must name each once, not 'tcp' 2 times"),
+    ],
+    ids=str,
+)
+def test_what_is_no_choice_of_transports_is_refused(wanted: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^{message}"):
+        checked_transports(wanted)
+
+
+@pytest.mark.parametrize(
+    ("bind", "advertise", "kind", "message"),
+    [
+        (None, None, TypeError, "bind is an address, tcp://host:port, not None"),
+        (5000, None, TypeError, "bind is an address, tcp://host:port, not 5000"),
+        ("tcp://127.0.0.1:0", b"tcp://a:1", TypeError, "advertise is an address, tcp://host:port, not b'"),
+        ("127.0.0.1:0", None, ValueError, "'127.0.0.1:0' is not tcp://host:port"),
+        ("tcp://0.0.0.0:0", None, ValueError, "'tcp://0.0.0.0:0' is no address that a peer can reach"),
+    ],
+)
+def test_what_no_channel_can_listen_at_is_refused(
+    bind: Any, advertise: Any, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=f"^{message}"):
+        checked_binding(bind, advertise)
+
+
+IMPORTED_OFF_THE_LOOP = """
+import asyncio, importlib, sys, threading
+import aiokv.engine.choices as choices
+
+def seen(name):
+    assert threading.current_thread() is not threading.main_thread()
+    return importlib.import_module(name)
+
+async def main():
+    choices.import_module = seen
+    await choices.imported(["shm", "tcp"], channel=True)
+    names = ["aiokv.transports.shm", "aiokv.transports.tcp", "aiokv.control.zmq"]
+    assert [name in sys.modules for name in names] == [True] * 3
+    choices.import_module = None  # the second time nothing is left to be done
+    await choices.imported(["shm", "tcp"], channel=True)
+
+assert "zmq" not in sys.modules
+asyncio.run(main())
+"""
+
+
+def test_what_takes_long_to_import_is_imported_off_the_loop() -> None:
+    subprocess.run(
+        [sys.executable, "-c", IMPORTED_OFF_THE_LOOP],
+        env={**os.environ, "PYTHONPATH": str(Path(aiokv.__file__).parents[1])},
+        stdin=subprocess.DEVNULL,
+        check=True,
+    )
 
 
 def test_a_control_channel_is_made_for_an_address() -> None:

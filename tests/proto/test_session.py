@@ -507,25 +507,3 @@ def test_what_has_ended_sends_nothing_takes_nothing_and_keeps_its_first_reason()
 def test_it_says_what_it_is() -> None:
     alice, _ = pair()
     assert repr(alice) == "<Session 1/7 with memory://bob up live=0>"
-
-
-# -- settings ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"heartbeat_ns": 0}, "heartbeat"),
-        ({"heartbeat_ns": SECOND}, "heartbeat"),
-        ({"lease_ns": 2 * SECOND}, "lease < drain"),
-        ({"drain_ns": SECOND}, "lease < drain"),
-        ({"liveness_ns": SECOND}, "three heartbeats"),
-        ({"chunk_bytes": 0}, "positive"),
-        ({"window_bytes": 0}, "positive"),
-        ({"contact_ns": 0}, "positive"),
-        ({"parked_per_peer": 0}, "positive"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(changes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Settings(**changes)
