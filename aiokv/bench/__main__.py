@@ -1,0 +1,87 @@
+"""``python -m aiokv.bench NAME``: measure, show tables, and write JSON or a plot."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from aiokv.bench.machine import describe
+from aiokv.bench.registry import Benchmark, Options, load, names
+from aiokv.bench.report import Report
+
+__all__ = ["main"]
+
+_WIDE = 160
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line asks for; 1 if a benchmark failed."""
+    given = _parser().parse_args(arguments)
+    try:
+        from rich.console import Console
+
+        from aiokv.bench.show import show_ratios, show_rows
+
+        plot = import_module("aiokv.bench.plot") if given.plot else None
+    except ModuleNotFoundError as error:
+        print(f"{error}; pip install 'aiokv[bench]'", file=sys.stderr)
+        return 2
+    # A file or a pipe has no width; there the tables take what they need.
+    console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
+    options = Options(quick=given.quick, peers=given.peers, profiles=given.profile or "")
+    report = Report(describe())
+    failed = []
+    for name in names() if given.name == "all" else [given.name]:
+        benchmark = load(name)
+        console.print(f"{name}: {benchmark.about}", markup=False, highlight=False, soft_wrap=True)
+        if not _measured(benchmark, report, options):
+            failed.append(name)
+        show_rows(console, report, name)
+        if given.json:  # after each, so that an hour's work isn't lost with the last one
+            Path(given.json).write_text(report.to_json(), encoding="utf-8")
+    show_ratios(console, report)
+    if plot is not None:
+        plot.write(report, given.plot)
+    if failed:
+        console.print(f"failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _measured(benchmark: Benchmark, report: Report, options: Options) -> bool:
+    """Run one benchmark; False if it failed."""
+    report.begin(benchmark.name, benchmark.goals)
+    lacking = benchmark.missing()
+    if lacking:
+        report.end(lacking)
+        return True
+    began = time.monotonic()
+    try:
+        benchmark.run(report, options)
+    except Exception as error:  # noqa: BLE001 - what the others give is worth having all the same
+        traceback.print_exc()
+        report.end(f"the benchmark failed: {error!r}")
+        return False
+    report.end()
+    print(f"{benchmark.name}: took {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return True
+
+
+def _parser() -> argparse.ArgumentParser:
+    known = names()
+    parser = argparse.ArgumentParser(prog="python -m aiokv.bench", description=__doc__)
+    parser.add_argument("name", choices=[*known, "all"], help="what to measure; all: what this machine can")
+    parser.add_argument("--quick", action="store_true", help="within a minute each, less exact")
+    parser.add_argument("--json", metavar="FILE", help="write machine, rows and ratios")
+    parser.add_argument("--plot", metavar="FILE.svg", help="draw what was measured")
+    parser.add_argument("--peers", action="store_true", help="transfer: NIXL, UCXX and Mooncake, too")
+    parser.add_argument("--profile", metavar="FOLDER", help="scale: write profiles of both sides there")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""Each benchmark runs, quickly, and gives the figures that it says it gives. Nothing here looks at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("rich", reason="the benchmarks need the extra: pip install 'aiokv[bench]'")
+
+from aiokv.bench.__main__ import main
+from aiokv.bench.registry import load, names
+from aiokv.bench.report import Report
+
+LISTED = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.timeout(120)
+def test_it_runs(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    assert main([name, "--quick", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    goals = load(name).goals
+    assert {*found["ratios"], *found["absent"]} == set(goals)
+    for ratio in found["ratios"].values():
+        assert set(ratio) == {"value", "goal", "better", "spread"}
+    # What can be measured here is missing only where the machine was too busy to tell.
+    for why in found["absent"].values():
+        assert "failed" not in why
+        assert why != "not measured"
+    if not load(name).missing():
+        assert found["rows"]
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_figure_is_in_the_docs(name: str) -> None:
+    for figure, goal in load(name).goals.items():
+        assert f"`{figure}`" in LISTED
+        assert figure.startswith(f"{name}.")
+        assert goal.better in ("higher", "lower")
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_says_what_it_measures(name: str) -> None:
+    assert load(name).about
+
+
+def test_one_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from aiokv.bench import __main__ as program
+    from aiokv.bench.registry import Benchmark, Options
+    from aiokv.bench.report import Goal
+
+    goals = {"good.figure": Goal(1, "lower"), "bad.figure": Goal(1, "lower"), "gpu.figure": Goal(1, "lower")}
+
+    def made(name: str) -> Benchmark:
+        def run(report: Report, options: Options) -> None:
+            if name == "bad":
+                raise OSError("no such thing")
+            report.ratio("good.figure", [0.5])
+
+        own = {figure: goal for figure, goal in goals.items() if figure.startswith(name)}
+        return Benchmark(name, name, own, lambda: "no GPU" if name == "gpu" else "", run)
+
+    monkeypatch.setattr(program, "names", lambda: ["bad", "good", "gpu"])
+    monkeypatch.setattr(program, "load", made)
+    file = tmp_path / "found.json"
+    assert main(["all", "--json", str(file)]) == 1
+    found = json.loads(file.read_text())
+    assert list(found["ratios"]) == ["good.figure"]
+    assert found["absent"]["gpu.figure"] == "no GPU"
+    assert "no such thing" in found["absent"]["bad.figure"]
