@@ -88,7 +88,9 @@ class KVCache:
             layout: What the tensors hold.
             tensors: For each layer, in the model's order, a tensor with the layout's axes, or
                 a pair of K and V where the layout says split. Views are fine, padded and
-                interleaved ones too, as long as a head's elements are contiguous.
+                interleaved ones too (such as those of all layers into one storage), as long as
+                a head's elements are contiguous. Where the axes end with ``sd``, K and V may be
+                joined in the last axis, of twice the head size.
             device: What copies; the host by default.
 
         Raises:
@@ -207,6 +209,9 @@ def _planes(
     if len(planes) != group.planes or isinstance(given, torch.Tensor) == group.split:
         wanted = "a pair of K and V" if group.split else "one tensor"
         raise LayoutMismatch(f"layer {layer}: the layout wants {wanted}, got {len(planes)} tensors")
+    if group.axes.endswith("sd"):
+        joined = (*group.shape[:-2], 2 * group.head_size)
+        planes = tuple(one.unflatten(-1, (2, -1)) if tuple(one.shape) == joined else one for one in planes)
     for tensor in planes:
         if tensor.device.type != "cpu":
             raise LayoutMismatch(f"layer {layer}: on {tensor.device}, not in host memory")

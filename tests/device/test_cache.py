@@ -197,6 +197,32 @@ def test_tensors_are_registered_where_they_are(make: Callable[[], list[torch.Ten
     cache.close()
 
 
+def test_keys_and_values_joined_in_the_last_axis_of_views_of_one_storage() -> None:
+    layout = layout_of("bhtsd")
+    for shape in ((2, 5, 3, 4, 16), (5, 2, 3, 4, 16)):  # layers outermost, or inside the blocks
+        whole = torch.zeros(shape, dtype=torch.bfloat16)
+        tensors = list(whole if shape[0] == 2 else whole.unbind(1))
+        cache = KVCache.from_tensors(layout, tensors)
+        assert len(cache.buffers) == 1
+        for layer, tensor in enumerate(tensors):
+            (found,) = planes(cache, layer)
+            assert tuple(found.shape) == (5, 3, 4, 2, 8)
+            assert found.data_ptr() == tensor.data_ptr()
+        check_placed(cache)
+        cache.close()
+    with pytest.raises(LayoutMismatch, match="layer 0: shape"):
+        KVCache.from_tensors(layout, list(torch.zeros((2, 5, 3, 4, 12), dtype=torch.bfloat16)))
+
+
+def test_a_latent_vector_for_each_token() -> None:
+    layout = CacheLayout.latent(layers=2, blocks=5, block_size=4, latent_size=24, dtype="bfloat16")
+    tensors = list(torch.zeros((2, 5, 4, 24), dtype=torch.bfloat16))
+    cache = KVCache.from_tensors(layout, tensors)
+    assert cache.tensor(1) is tensors[1]
+    check_placed(cache)
+    cache.close()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pairs_of_keys_and_values(dtype: str) -> None:
     layout = layout_of("bthd", dtype=dtype)
