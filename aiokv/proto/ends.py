@@ -19,7 +19,7 @@ __all__ = ["End", "GroupBlocks", "Side", "cut"]
 class GroupBlocks:
     """The blocks of one request in one KV cache group, in token order.
 
-    Where a group keeps a window only, the list begins later: ``start`` tells with which token.
+    Where a group keeps a window only, the list may start later than at token 0.
 
     Attributes:
         start: Index of the first listed block's first token; a multiple of the block size.
@@ -75,6 +75,16 @@ class End:
         self.first_block = self.blocks.start // self.size
         stride_h = self.place.strides[3]
         self.head_offset = (self.heads[0] - first) * stride_h
+
+    def check_start(self, first_token: int, tokens: int) -> None:
+        """Refuse a block list that starts after a token which is needed: it would be left out unnoticed."""
+        if self.group.kind == "state":
+            return
+        needed = max(first_token, tokens - self.group.window) if self.group.window else first_token
+        if self.blocks.start > needed:
+            raise InvalidBlocks(
+                f"{self.what}: its blocks start at token {self.blocks.start}, but token {needed} is needed"
+            )
 
     def check(self, lo: int, hi: int) -> None:
         """Refuse block lists that don't reach ``hi``, and any that would lead out of the buffers."""

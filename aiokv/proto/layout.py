@@ -77,7 +77,7 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
         split: K and V are two tensors; then ``axes`` has no ``s``.
         kind: ``"attention"``, ``"window"`` (only the last tokens are kept), ``"mla"`` or ``"state"`` (one
             state for a whole block, which moves whole).
-        window: Tokens that a sliding window still needs; 0 where there is no window.
+        window: How many of the last tokens the next one needs, for the kind ``"window"``; else 0.
 
     Raises:
         TypeError: A field is of another type; True and False are no integers.
@@ -114,14 +114,14 @@ class GroupLayout(msgspec.Struct, frozen=True, array_like=True, gc=False):
         for name in numbers[:-1]:
             if not 0 < getattr(self, name) < 2**32:
                 raise ValueError(f"{name} must be positive and less than 2**32, got {getattr(self, name)}")
-        if not 0 <= self.window < 2**48:
-            raise ValueError(f"window must not be negative, got {self.window}")
         first, last = self.heads
         if not 0 <= first < last <= self.total_heads:
             raise ValueError(f"heads {self.heads} don't lie in 0..{self.total_heads}")
         itemsize(self.dtype)
         if self.kind not in KINDS:
             raise ValueError(f"unknown kind {self.kind!r}; known are {', '.join(KINDS)}")
+        if not (0 < self.window < 2**48 if self.kind == "window" else self.window == 0):
+            raise ValueError(f"window {self.window}: positive for the kind 'window' and 0 for any other")
         self._check_axes()
         if self.kind == "mla" and (self.halves, self.total_heads) != (1, 1):
             raise ValueError("MLA keeps one latent vector: one head, no s in axes, and no split")

@@ -170,8 +170,9 @@ def plan_copy(
     """Plan to move tokens ``first_token`` to ``tokens`` of some KV heads from ``src`` to ``dst``.
 
     In each group the tokens are those that both sides list blocks for: from the latest of
-    ``first_token`` and the two lists' starts. A state group moves the whole blocks that these
-    tokens lie in.
+    ``first_token`` and the two lists' starts. In a window group a list may start as late as the
+    last ``window`` tokens. A state group, whose lists may start anywhere, moves the whole blocks
+    that these tokens lie in.
 
     Args:
         src: Where the bytes come from.
@@ -183,8 +184,8 @@ def plan_copy(
             (MLA) then move that head whatever it says.
 
     Raises:
-        InvalidBlocks: A block list is too short, starts within a block, or names a block that
-            its cache doesn't have.
+        InvalidBlocks: A block list is too short, starts within a block or after a token that is
+            needed, or names a block that its cache doesn't have.
         LayoutMismatch: The two caches don't hold the same KV.
         ValueError: A side doesn't keep all of ``heads``.
     """
@@ -218,11 +219,15 @@ def _plan_group(
     index: int, src: Side, dst: Side, first_token: int, tokens: int, heads: tuple[int, int]
 ) -> _GroupPlan:
     a, b = End(src, index, heads, "source"), End(dst, index, heads, "destination")
-    for name in ("layers", "halves", "head_bytes", "total_heads"):
+    for name in ("layers", "kind", "window", "halves", "head_bytes", "total_heads"):
         if getattr(a.group, name) != getattr(b.group, name):
             raise LayoutMismatch(f"group {index}: {name} differ between source and destination")
     lo, hi = max(first_token, a.blocks.start, b.blocks.start), tokens
-    if lo >= hi or heads[0] >= heads[1]:
+    if first_token >= hi or heads[0] >= heads[1]:
+        return _GroupPlan((), a.place, b.place, 0)
+    a.check_start(first_token, hi)
+    b.check_start(first_token, hi)
+    if lo >= hi:
         return _GroupPlan((), a.place, b.place, 0)
     if a.group.kind == "state":
         if a.size != b.size:

@@ -89,7 +89,11 @@ def test_dense_strides_are_those_of_a_contiguous_array(axes: str, split: bool) -
         ({"axes": "sbtd"}, "there are 2 heads"),
         ({"split": True}, "have an s"),
         ({"blocks": 2**32}, "blocks"),
-        ({"window": -1}, "window"),
+        ({"window": 1}, "window 1"),
+        ({"window": -1}, "window -1"),
+        ({"kind": "window"}, "window 0"),
+        ({"kind": "window", "window": -1}, "window -1"),
+        ({"kind": "window", "window": 2**48}, "window"),
         ({"kind": "mla"}, "MLA keeps one latent vector"),
         ({"kind": "mla", "axes": "btd", "heads": (2, 3)}, "MLA keeps one latent vector"),
     ],
@@ -247,8 +251,7 @@ def test_what_a_plan_can_bridge_is_compatible(changes: dict[str, object]) -> Non
         ({"head_size": 32}, "group 0: head_size 16 against 32"),
         ({"dtype": "float16"}, "group 0: dtype bfloat16 against float16"),
         ({"total_heads": 16}, "group 0: total_heads 8 against 16"),
-        ({"kind": "window"}, "group 0: kind attention against window"),
-        ({"window": 128}, "group 0: window 0 against 128"),
+        ({"kind": "state"}, "group 0: kind attention against state"),
         ({"axes": "bthd"}, "group 0: halves 2 against 1"),
     ],
 )
@@ -259,6 +262,12 @@ def test_what_it_cannot_bridge_is_named(changes: dict[str, object], message: str
         LAYOUT.check_compatible(other, "tcp://x")
     assert "tcp://x" in str(caught.value)
     assert isinstance(caught.value, Refused)
+
+
+def test_windows_of_two_sizes_differ() -> None:
+    one, two = (changed(GROUP, kind="window", window=size) for size in (64, 128))
+    found = CacheLayout(groups=(one,)).differences(CacheLayout(groups=(two,)))
+    assert list(found) == ["group 0: window 64 against 128"]
 
 
 def test_every_difference_is_named() -> None:

@@ -155,6 +155,7 @@ def cases(draw: st.DrawFn) -> tuple[Side, Side, int, int, tuple[int, int]]:
     total = draw(st.integers(2, 4))
     wanted = draw(ranges(0, total))
     tokens = draw(st.integers(1, 26))
+    first_token = draw(st.integers(0, tokens))
     groups: tuple[list[GroupLayout], list[GroupLayout]] = ([], [])
     lists: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
     layers = 0
@@ -164,6 +165,9 @@ def cases(draw: st.DrawFn) -> tuple[Side, Side, int, int, tuple[int, int]]:
         head_size = draw(st.sampled_from([1, 3]))
         dtype = draw(st.sampled_from(["uint8", "bfloat16"]))
         size = draw(st.sampled_from([1, 2, 4, 6]))
+        window = draw(st.integers(1, 9)) if kind == "window" else 0
+        # The last token that a list may start with.
+        latest = {"window": max(first_token, tokens - window), "state": tokens}.get(kind, first_token)
         for mine, own in zip(groups, lists, strict=True):
             if kind in ("attention", "window"):
                 axes, split = draw(st.sampled_from(FULL))
@@ -184,9 +188,10 @@ def cases(draw: st.DrawFn) -> tuple[Side, Side, int, int, tuple[int, int]]:
                     axes=axes,
                     split=split,
                     kind=kind,
+                    window=window,
                 )
             )
-            own.append((own_size, draw(st.integers(0, tokens // own_size)) if draw(st.booleans()) else 0))
+            own.append((own_size, draw(st.integers(0, latest // own_size)) if draw(st.booleans()) else 0))
         layers += count
     sides = []
     for mine, own in zip(groups, lists, strict=True):
@@ -198,7 +203,7 @@ def cases(draw: st.DrawFn) -> tuple[Side, Side, int, int, tuple[int, int]]:
             for group, (size, skipped) in zip(mine, own, strict=True)
         )
         sides.append(Side(layout, placement, blocks))
-    return sides[0], sides[1], draw(st.integers(0, tokens)), tokens, wanted
+    return sides[0], sides[1], first_token, tokens, wanted
 
 
 @st.composite
@@ -489,6 +494,35 @@ def test_blocks_that_cannot_be_meant_are_refused(
         plan_copy(src, dst, first_token=0, tokens=8, heads=(0, 2))
 
 
+@pytest.mark.parametrize(
+    ("changes", "start", "first_token", "message"),
+    [
+        ({}, 4, 4, ""),
+        ({}, 4, 3, "start at token 4, but token 3 is needed"),
+        ({}, 8, 0, "start at token 8, but token 0 is needed"),
+        ({"kind": "mla", "axes": "btd", "heads": (0, 1), "total_heads": 1}, 4, 0, "but token 0 is needed"),
+        ({"kind": "window", "window": 4}, 4, 0, ""),
+        ({"kind": "window", "window": 5}, 4, 0, "start at token 4, but token 3 is needed"),
+        ({"kind": "window", "window": 5}, 4, 4, ""),
+        ({"kind": "window", "window": 99}, 4, 0, "start at token 4, but token 0 is needed"),
+        ({"kind": "state", "axes": "btd", "heads": (0, 1), "total_heads": 1}, 4, 0, ""),
+    ],
+)
+@pytest.mark.parametrize("which", ["source", "destination"])
+def test_a_list_that_leaves_out_what_is_needed_is_refused(
+    changes: dict[str, object], start: int, first_token: int, message: str, which: str
+) -> None:
+    layout = CacheLayout(groups=(group((0,), **changes),))
+    whole, part = side(layout, [3, 4]), side(layout, [1], start)
+    src, dst = (part, whole) if which == "source" else (whole, part)
+    if not message:
+        plan = plan_copy(src, dst, first_token=first_token, tokens=8, heads=(0, 1))
+        assert plan.nbytes(0) == 4 * layout.groups[0].halves * 8
+        return
+    with pytest.raises(InvalidBlocks, match=f"group 0 of the {which}.*{message}"):
+        plan_copy(src, dst, first_token=first_token, tokens=8, heads=(0, 1))
+
+
 def test_ids_beyond_the_tokens_are_not_looked_at() -> None:
     layout = CacheLayout(groups=(group((0,)),))
     plan = plan_copy(
@@ -542,6 +576,7 @@ def test_caches_of_something_else_are_refused() -> None:
     for other in (
         CacheLayout(groups=(group((0,), head_size=16),)),
         CacheLayout(groups=(group((0,), axes="bthd"),)),
+        CacheLayout(groups=(group((0,), kind="window", window=4),)),
         CacheLayout(groups=(group((0, 1)),)),
         CacheLayout(groups=(group((0,)), group((1,)))),
     ):
