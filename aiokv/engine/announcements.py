@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from aiokv.device.base import Device, Event, Stream
 from aiokv.device.poller import CompletionPoller
-from aiokv.engine.transfer import Offer
+from aiokv.engine.course import Course
 from aiokv.errors import DeviceError
 
 __all__ = ["Announcements"]
@@ -31,15 +31,15 @@ class Announcements:
         device: Device,
         poller: CompletionPoller,
         *,
-        ready: Callable[[Offer, int], None],
-        failed: Callable[[Offer, DeviceError], None],
+        ready: Callable[[Course, int], None],
+        failed: Callable[[Course, DeviceError], None],
     ) -> None:
         self._loop = loop
         self._device = device
         self._poller = poller
         self._ready = ready
         self._failed = failed
-        self._added: deque[tuple[Offer, int, Stream, Event]] = deque()
+        self._added: deque[tuple[Course, int, Stream, Event]] = deque()
         #: The loop was asked to look.
         self._woke = False
         self._closed = False
@@ -48,11 +48,11 @@ class Announcements:
         """Layers that the loop has not looked at yet."""
         return len(self._added)
 
-    def add(self, offer: Offer, layer: int, stream: object | None) -> None:
+    def add(self, course: Course, layer: int, stream: object | None) -> None:
         """From any thread: note a layer, and wake the loop once for all that are noted by then.
 
         Args:
-            offer: Whose layer.
+            course: The offer whose layer it is.
             layer: Model-wide index of the layer.
             stream: What writes it; the calling thread's current stream if None.
 
@@ -60,7 +60,7 @@ class Announcements:
             DeviceError: The stream belongs to another device.
         """
         adopted = self._device.adopt(stream)
-        self._added.append((offer, layer, adopted, adopted.record()))
+        self._added.append((course, layer, adopted, adopted.record()))
         if not self._woke:
             self._woke = True
             try:
@@ -75,28 +75,28 @@ class Announcements:
     def _look(self) -> None:
         # The flag falls first: what is noted after this line wakes the loop again.
         self._woke = False
-        ready: dict[Offer, int] = {}
+        ready: dict[Course, int] = {}
         while self._added:
-            offer, layer, stream, event = self._added.popleft()
-            if self._closed or offer.done():
+            course, layer, stream, event = self._added.popleft()
+            if self._closed or course.over:
                 continue
             try:
                 done = event.done()
             except DeviceError as error:
-                self._failed(offer, error)
+                self._failed(course, error)
                 continue
             if done:
-                ready[offer] = ready.get(offer, 0) | 1 << layer
+                ready[course] = ready.get(course, 0) | 1 << layer
             else:
-                self._watch(offer, layer, stream, event)
-        for offer, mask in ready.items():
-            self._ready(offer, mask)
+                self._watch(course, layer, stream, event)
+        for course, mask in ready.items():
+            self._ready(course, mask)
 
-    def _watch(self, offer: Offer, layer: int, stream: Stream, event: Event) -> None:
+    def _watch(self, course: Course, layer: int, stream: Stream, event: Event) -> None:
         def done(error: DeviceError | None) -> None:
             if error is not None:
-                self._failed(offer, error)
+                self._failed(course, error)
             else:
-                self._ready(offer, 1 << layer)
+                self._ready(course, 1 << layer)
 
         self._poller.watch(event, stream, done)

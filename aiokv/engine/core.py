@@ -18,12 +18,12 @@ from aiokv.device.poller import CompletionPoller
 from aiokv.engine.accepted import AcceptedLinks
 from aiokv.engine.alarm import Alarm
 from aiokv.engine.announcements import Announcements
+from aiokv.engine.course import Course, FetchCourse
 from aiokv.engine.demultiplexer import Demultiplexer
 from aiokv.engine.leases import BlockLeases, Lease, written
 from aiokv.engine.mover import Mover
 from aiokv.engine.peer import Peers
 from aiokv.engine.statistics import Statistics
-from aiokv.engine.transfer import Fetch, Offer
 from aiokv.errors import AiokvError, DeviceError, InvalidBlocks, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Message
@@ -106,8 +106,8 @@ class Core:
             late=self.peers.forgive,
             due=self._on_time,
         )
-        #: What the caller holds of each transfer, and the blocks that the transfer holds.
-        self._handles: dict[Transfer, Offer | Fetch] = {}
+        #: The course of each transfer, and the blocks that the transfer holds.
+        self._courses: dict[Transfer, Course] = {}
         self._held: dict[Transfer, Lease] = {}
         #: Point on the caller's stream that a fetch's writes wait for.
         self._after: dict[Transfer, Event] = {}
@@ -125,9 +125,9 @@ class Core:
         return self.cache.layout
 
     @property
-    def handles(self) -> list[Offer | Fetch]:
+    def courses(self) -> list[Course]:
         """Transfers that are not over."""
-        return list(self._handles.values())
+        return list(self._courses.values())
 
     def close(self) -> None:
         """Stop: no turn and no callback comes any more."""
@@ -139,7 +139,7 @@ class Core:
 
     # -- calls of the user
 
-    def begin_offer(self, offer: Offer, offering: Offering, sessions: Sequence[Session | None]) -> None:
+    def begin_offer(self, course: Course, offering: Offering, sessions: Sequence[Session | None]) -> None:
         """Take the blocks and register the offer; nothing is taken if that fails."""
         lease = self.leases.take(offering.blocks, write=False)
         try:
@@ -147,11 +147,13 @@ class Core:
         except BaseException:
             lease.give_back()
             raise
-        self._begun(offering, offer, lease)
+        self._begun(offering, course, lease)
 
-    def begin_fetch(self, fetch: Fetch, fetching: Fetching, sources: Sequence[Session], parts: int) -> None:
+    def begin_fetch(
+        self, course: FetchCourse, fetching: Fetching, sources: Sequence[Session], parts: int
+    ) -> None:
         """Take the blocks and register the fetch; nothing is taken if that fails."""
-        after = fetch.stream.record()  # it may raise, so before anything is taken
+        after = course.stream.record()  # it may raise, so before anything is taken
         lease = self.leases.take(written(fetching, self.layout), write=True)
         try:
             self.table.consumer.fetch(fetching, sources, parts, self.clock())
@@ -159,11 +161,11 @@ class Core:
             lease.give_back()
             raise
         self._after[fetching] = after
-        self._begun(fetching, fetch, lease)
+        self._begun(fetching, course, lease)
 
-    def _begun(self, transfer: Transfer, handle: Offer | Fetch, lease: Lease) -> None:
+    def _begun(self, transfer: Transfer, course: Course, lease: Lease) -> None:
         self._held[transfer] = lease
-        self._handles[transfer] = handle
+        self._courses[transfer] = course
         self.wake()
 
     def abort(self, transfer: Transfer, error: AiokvError, reason: str) -> None:
@@ -175,9 +177,9 @@ class Core:
         """What a part waits for, in words."""
         return self.table.ledger.explain(part, self.clock())
 
-    def layer_ready(self, offer: Offer, layer: int, stream: object | None) -> None:
+    def layer_ready(self, course: Course, layer: int, stream: object | None) -> None:
         """From any thread: a layer is written, as of what is enqueued on the stream."""
-        self._announced.add(offer, layer, stream)
+        self._announced.add(course, layer, stream)
 
     # -- what comes from the peers
 
@@ -207,23 +209,24 @@ class Core:
     # -- what comes from the data plane
 
     def _on_moved(self, part: Part, nbytes: int, layer_through: bool) -> None:
-        handle = self._handles.get(part.transfer)
-        if handle is not None:
-            handle.bytes_moved += nbytes
+        course = self._courses.get(part.transfer)
+        if course is not None:
+            course.bytes_moved += nbytes
             if layer_through:  # nobody waits for less
-                handle.changed()
+                course.changed()
         if part.role == "consumer":
             self._received += nbytes
         else:
             self._sent += nbytes
 
-    def _on_ready(self, offer: Offer, mask: int) -> None:
-        self.table.producer.layers_ready(offer.transfer, mask)
-        offer.changed()
+    def _on_ready(self, course: Course, mask: int) -> None:
+        if isinstance(course.transfer, Offering):
+            self.table.producer.layers_ready(course.transfer, mask)
+        course.changed()
         self.wake()
 
-    def _on_never_ready(self, offer: Offer, error: DeviceError) -> None:
-        self.abort(offer.transfer, error, "failed")
+    def _on_never_ready(self, course: Course, error: DeviceError) -> None:
+        self.abort(course.transfer, error, "failed")
 
     def _on_accepted_lost(self, session: Session, link: Link, text: str) -> None:
         if not self._closed:
@@ -231,9 +234,9 @@ class Core:
             self.mover.retire(link)
 
     def _on_submitted(self, part: Part, layer: int, event: Event) -> None:
-        handle = self._handles.get(part.transfer)
-        if isinstance(handle, Fetch):
-            handle.submitted(part, layer, event)
+        course = self._courses.get(part.transfer)
+        if isinstance(course, FetchCourse):
+            course.submitted(part, layer, event)
 
     # -- one turn
 
@@ -285,7 +288,7 @@ class Core:
             case ActionKind.STOP:
                 peer = self.peers.peer_of(part.session) if part.session is not None else None
                 self.mover.stop(part, peer.link if peer is not None else None)
-                self._handles[part.transfer].changed()  # who waits for a layer waits in vain
+                self._courses[part.transfer].changed()  # who waits for a layer waits in vain
             case ActionKind.CUT:
                 self.mover.cut(part)
             case ActionKind.QUARANTINE:
@@ -293,7 +296,7 @@ class Core:
             case ActionKind.ENDED:
                 self._ended[part.state.value] += 1
                 self.mover.forget(part)
-                self._handles[part.transfer].changed()
+                self._courses[part.transfer].changed()
             case ActionKind.RESOLVED:
                 self._resolve(part.transfer)
 
@@ -318,8 +321,8 @@ class Core:
 
     def _reached(self, part: Part) -> bool:
         """Whether the caller's stream is done with a fetch's blocks; if not, the part is connected later."""
-        fetch, after = self._handles.get(part.transfer), self._after.get(part.transfer)
-        if after is None or not isinstance(fetch, Fetch):
+        course, after = self._courses.get(part.transfer), self._after.get(part.transfer)
+        if after is None or not isinstance(course, FetchCourse):
             return True
         try:
             if after.done():
@@ -335,7 +338,7 @@ class Core:
                 self._connect(part)
             self.wake()
 
-        self.poller.watch(after, fetch.stream, reached)
+        self.poller.watch(after, course.stream, reached)
         return False
 
     def _start(self, part: Part) -> None:
@@ -344,7 +347,7 @@ class Core:
         try:
             link = self._link_of(part)
             if part.role == "consumer" or not part.one_sided:
-                self._handles[part.transfer].bytes_total += self.mover.start(
+                self._courses[part.transfer].bytes_total += self.mover.start(
                     part, link, self._after.get(part.transfer)
                 )
         except (AiokvError, ValueError) as error:
@@ -374,7 +377,7 @@ class Core:
         else:
             lease.give_back()
         self._after.pop(transfer, None)
-        self._handles.pop(transfer).over()
+        self._courses.pop(transfer).end()
 
     # -- time
 

@@ -42,6 +42,7 @@ from aiokv.engine.choices import (
     transports_named,
 )
 from aiokv.engine.core import Core
+from aiokv.engine.course import Course, FetchCourse
 from aiokv.engine.statistics import Statistics
 from aiokv.engine.transfer import Fetch, Offer
 from aiokv.errors import ClosedError, DeviceError, InvalidBlocks
@@ -201,16 +202,16 @@ class TransferEngine:
             raise cancelled
 
     async def _close(self, core: Core) -> None:
-        going = core.handles
+        going = core.courses
         try:
-            for handle in going:
-                error = ClosedError(f"transfer {handle.transfer}: its engine was closed")
-                core.abort(handle.transfer, error, "closed")
-            for handle in going:
-                while not handle.done():
+            for course in going:
+                error = ClosedError(f"transfer {course.transfer}: its engine was closed")
+                core.abort(course.transfer, error, "closed")
+            for course in going:
+                while not course.over:
                     # asyncio.run cancels all tasks in the end, this one too; blocks in use come first.
                     with suppress(asyncio.CancelledError):
-                        await handle.quiet()
+                        await course.quiet()
             await self._say_goodbye(core)
         finally:
             self._state = "closed"
@@ -313,14 +314,15 @@ class TransferEngine:
             tokens=tokens,
         )
 
+        course = Course(offering)
+
         def begin() -> None:
             self._opened()
             offering.deadline = self._clock() + lasts
             named = _sessions(core, addresses)
-            core.begin_offer(offer, offering, [*named, *[None] * (readers - len(named))])
+            core.begin_offer(course, offering, [*named, *[None] * (readers - len(named))])
 
-        offer = Offer(core, offering, begin)
-        return offer
+        return Offer(core, course, begin)
 
     def fetch(
         self,
@@ -387,13 +389,14 @@ class TransferEngine:
             priority=checked_priority(priority),
         )
 
+        course = FetchCourse(fetching, adopted)
+
         def begin() -> None:
             self._opened()
             fetching.deadline = self._clock() + lasts
-            core.begin_fetch(fetch, fetching, _sessions(core, addresses), wanted)
+            core.begin_fetch(course, fetching, _sessions(core, addresses), wanted)
 
-        fetch = Fetch(core, fetching, begin, adopted)
-        return fetch
+        return Fetch(core, course, begin)
 
     def statistics(self) -> Statistics:
         """A snapshot of what this engine did and is doing.

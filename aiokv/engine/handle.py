@@ -8,20 +8,17 @@ over; leaving by an exception gives it up on both sides. In either case what com
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
-from aiokv.engine.bell import Bell
+from aiokv.engine.course import Course
 from aiokv.errors import AiokvError, LocalProtocolError, TransferAborted
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.transfers import Part, Transfer
 
 __all__ = ["Handle", "Progress", "Pump"]
-
-_log = logging.getLogger("aiokv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,35 +54,19 @@ class Handle:
 
     Args:
         core: Carries it out.
-        transfer: The table's record.
+        course: What the core notes of it.
         begin: Takes the blocks and registers it; raises where that can't be.
     """
 
-    def __init__(self, core: Pump, transfer: Transfer, begin: Callable[[], None]) -> None:
+    def __init__(self, core: Pump, course: Course, begin: Callable[[], None]) -> None:
         self._core = core
-        self._transfer = transfer
+        self._course = course
+        self._transfer = course.transfer
         self._begin = begin
-        self._bell = Bell()
         self._begun = False
-        #: It is over here, too: the table resolved it, and the engine gave its blocks back.
-        self._over = False
-        #: Somebody saw how it ended.
-        self._observed = False
-        self.bytes_moved = 0
-        self.bytes_total = 0
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._transfer} {self.explain()}>"
-
-    def __del__(self) -> None:
-        # As asyncio does for a task whose exception nobody retrieved.
-        if self._begun and not self._observed and self._transfer.error is not None:
-            _log.error("%s of %s failed and nobody saw: %s", type(self).__name__, self._transfer, self.error)
-
-    @property
-    def transfer(self) -> Transfer:
-        """The table's record; for the engine, which alone may change it."""
-        return self._transfer
 
     @property
     def transfer_id(self) -> str:
@@ -108,7 +89,7 @@ class Handle:
         parts: dict[str, int] = {}
         for part in self._transfer.parts:
             parts[part.state.value] = parts.get(part.state.value, 0) + 1
-        return Progress(self.bytes_moved, self.bytes_total, self._layers().bit_count(), parts)
+        return Progress(self._course.bytes_moved, self._course.bytes_total, self._layers().bit_count(), parts)
 
     def _layers(self) -> int:
         raise NotImplementedError
@@ -121,7 +102,7 @@ class Handle:
 
     def done(self) -> bool:
         """Whether the transfer is over, and its blocks quiet and given back. Never blocks."""
-        return self._over
+        return self._course.over
 
     def start(self) -> None:
         """Begin without ``async with``; then ``wait`` (or ``cancel`` and ``wait``) ends it.
@@ -156,11 +137,11 @@ class Handle:
         """
         if not self._begun:
             raise LocalProtocolError(f"transfer {self._transfer} was not begun")
-        await self.quiet()
+        await self._course.quiet()
         self._raise()
 
     def _raise(self) -> None:
-        self._observed = True
+        self._course.observed = True
         if self._transfer.error is not None:
             raise _again(self._transfer.error)
 
@@ -189,36 +170,20 @@ class Handle:
 
     async def _give_up(self, error: BaseException) -> None:
         """Abort, and come back only once the blocks are quiet, however often we are cancelled."""
-        self._observed = True
+        self._course.observed = True
         cancelled = isinstance(error, asyncio.CancelledError)
         if not self._transfer.resolved:
             what = "cancelled" if cancelled else f"{type(error).__name__}: {error}"
             abort = TransferAborted(f"transfer {self._transfer}: {what}")
             self._core.abort(self._transfer, abort, "cancelled" if cancelled else "failed")
         again: asyncio.CancelledError | None = None
-        while not self._over:
+        while not self._course.over:
             try:
-                await self.quiet()
+                await self._course.quiet()
             except asyncio.CancelledError as more:
                 again = more
         if again is not None and not cancelled:
             raise again
-
-    async def quiet(self) -> None:
-        """Wait until nothing in flight touches the transfer's blocks, however it ended."""
-        while not self._over:
-            await self._bell.wait()
-
-    # -- called by the engine
-
-    def over(self) -> None:
-        """The blocks are the caller's again."""
-        self._over = True
-        self._bell.ring()
-
-    def changed(self) -> None:
-        """Something that a waiter may wait for has happened."""
-        self._bell.ring()
 
 
 def _again(error: AiokvError) -> AiokvError:

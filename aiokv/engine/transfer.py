@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from aiokv.device.base import Event, Stream
 from aiokv.engine.arguments import checked_stream, layer_index
+from aiokv.engine.course import Course, FetchCourse
 from aiokv.engine.handle import Handle, Pump
 from aiokv.errors import LocalProtocolError
 from aiokv.proto.parts import State
-from aiokv.proto.transfers import Fetching, Offering, Part
+from aiokv.proto.transfers import Fetching, Offering
 
 __all__ = ["Fetch", "Offer"]
 
@@ -18,7 +18,7 @@ __all__ = ["Fetch", "Offer"]
 class OfferPump(Pump, Protocol):
     """What an offer needs of its engine's core besides."""
 
-    def layer_ready(self, offer: Offer, layer: int, stream: object | None) -> None:
+    def layer_ready(self, course: Course, layer: int, stream: object | None) -> None:
         """From any thread: a layer is written, as of what is enqueued on the stream."""
 
 
@@ -28,15 +28,10 @@ class Offer(Handle):
     _core: OfferPump
     _transfer: Offering
 
-    def __init__(self, core: OfferPump, transfer: Offering, begin: Callable[[], None]) -> None:
-        super().__init__(core, transfer, begin)
+    def __init__(self, core: OfferPump, course: Course, begin: Callable[[], None]) -> None:
+        super().__init__(core, course, begin)
         #: Layers announced so far, as a bit mask; may be written from the model's thread.
         self._announced = 0
-
-    @property
-    def transfer(self) -> Offering:
-        """The table's record; for the engine, which alone may change it."""
-        return self._transfer
 
     def layer_ready(self, layer: int, *, stream: object | None = None) -> None:
         """Say that a layer of all blocks is written, as of what is enqueued on ``stream`` now.
@@ -61,7 +56,7 @@ class Offer(Handle):
             return
         if self._announced >> layer & 1:
             raise LocalProtocolError(f"layer {layer} of transfer {self._transfer} was announced before")
-        self._core.layer_ready(self, layer, stream)  # where that raises it can be said again
+        self._core.layer_ready(self._course, layer, stream)  # where that raises it can be said again
         self._announced |= 1 << layer
 
     @property
@@ -83,18 +78,10 @@ class Fetch(Handle):
     """The consumer's side of a transfer; made by ``TransferEngine.fetch``."""
 
     _transfer: Fetching
+    _course: FetchCourse
 
-    def __init__(
-        self,
-        core: Pump,
-        transfer: Fetching,
-        begin: Callable[[], None],
-        stream: Stream,
-    ) -> None:
-        super().__init__(core, transfer, begin)
-        #: What the caller enqueues here later sees what landed.
-        self.stream = stream
-        self._enqueued: dict[Part, int] = {}
+    def __init__(self, core: Pump, course: FetchCourse, begin: Callable[[], None]) -> None:
+        super().__init__(core, course, begin)
 
     @property
     def tokens(self) -> int:
@@ -135,7 +122,7 @@ class Fetch(Handle):
                 self._raise()
             if reached() >> layer & 1:
                 return
-            await self._bell.wait()
+            await self._course.bell.wait()
 
     async def layers(self) -> AsyncIterator[int]:
         """The layers as they land, each once, in the order in which they do.
@@ -152,7 +139,7 @@ class Fetch(Handle):
             if not new:
                 if self._transfer.error is not None:
                     self._raise()
-                await self._bell.wait()
+                await self._course.bell.wait()
                 continue
             lowest = new & -new
             seen |= lowest
@@ -168,14 +155,4 @@ class Fetch(Handle):
         return landed
 
     def _ordered(self) -> int:
-        ordered = (1 << self._core.layout.layers) - 1
-        for part in self._transfer.parts:
-            if part.state is not State.LANDED:
-                ordered &= part.landed | self._enqueued.get(part, 0)
-        return ordered
-
-    def submitted(self, part: Part, layer: int, event: Event) -> None:
-        """The engine enqueued the last copy of a layer of a part."""
-        self.stream.wait(event)
-        self._enqueued[part] = self._enqueued.get(part, 0) | 1 << layer
-        self.changed()
+        return self._course.ordered((1 << self._core.layout.layers) - 1)

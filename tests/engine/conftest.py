@@ -141,7 +141,7 @@ class World:
         self.time.advance(int(seconds * SECOND))
 
     def reach(self, state: State, *handles: Offer | Fetch) -> None:
-        self.until(lambda: all(part.state is state for each in handles for part in each.transfer.parts))
+        self.until(lambda: all(part.state is state for each in handles for part in each._transfer.parts))
 
     def over(self, *handles: Offer | Fetch) -> float:
         """Run until these are over; gives the time."""
@@ -187,7 +187,7 @@ class World:
 
     def failed(self, handle: Offer | Fetch, kind: type[AiokvError], *patterns: str) -> None:
         """It failed so, and its message says this much."""
-        handle._observed = True
+        handle._course.observed = True
         assert type(handle.error) is kind, handle.error
         for pattern in patterns:
             assert re.search(pattern, str(handle.error)), handle.error

@@ -112,7 +112,7 @@ class World:
     async def reach(self, state: State) -> Offer | Fetch:
         """A transfer that both sides have in a state; in all but GRANTED with two layers of four landed."""
         handle = await self.begin()
-        (part,) = handle.transfer.parts
+        (part,) = handle._transfer.parts
         await child.until(lambda: part.accepted)
         if state is State.GRANTED:
             return handle
@@ -163,7 +163,7 @@ class World:
         self.check(said, content)
         assert not said.error or what != "the lease ends"
         await child.until(offer.done)
-        offer._observed = True
+        offer._course.observed = True
         check_idle(self.engine)
 
     async def transfer(self, attempt: int) -> None:
@@ -194,7 +194,7 @@ class World:
                 assert said.error == "PeerLostError"
                 handle.cancel()
                 await child.until(handle.done)
-                handle._observed = True
+                handle._course.observed = True
         pytest.fail("no attempt went well")
 
     async def lost(self, handle: Offer | Fetch) -> None:
@@ -262,7 +262,7 @@ async def test_killed_while_what_it_reads_is_drained(world, transport: str) -> N
         await here.other.kill()
         await child.until(offer.done)
         check_idle(here.engine)
-        offer._observed = True
+        offer._course.observed = True
 
 
 @pytest.mark.asyncio
@@ -374,7 +374,7 @@ async def test_stopped_in_the_middle_of_copying(world, meanwhile: str, transport
         here.source = here.target = list(range(16))
         for attempt in range(3):
             offer, content = await here.begin(attempt), here.digest()
-            await child.until(lambda: offer.transfer.parts[0].accepted)  # noqa: B023
+            await child.until(lambda: offer._transfer.parts[0].accepted)  # noqa: B023
             await here.ready(offer, *range(4))
             await asyncio.sleep(attempt / 400)
             await here.other.stop()

@@ -19,9 +19,6 @@ from aiokv.testing.virtual import VirtualLoop
 class Offer:
     over = False
 
-    def done(self) -> bool:
-        return self.over
-
 
 class World:
     """Announcements in virtual time, and what they led to."""

@@ -117,7 +117,7 @@ class World:
             core = rank.engine._core
             assert not core.poller.pending
             assert not core.mover.movements
-            assert not core.handles
+            assert not core.courses
             assert not rank.device.hazards
             for landed in rank.landed:
                 np.testing.assert_array_equal(landed, right)

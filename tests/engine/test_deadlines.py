@@ -185,7 +185,7 @@ def test_a_peer_that_can_not_be_told_does_not_keep_the_blocks(world):
     world.failed(offer, DeadlineExceeded, "2 of 4 layers announced")
     assert world.producer.counts.blocks_held == 0
     world.over(fetch)
-    fetch._observed = True
+    fetch._course.observed = True
 
 
 def test_what_was_said_in_time_and_is_read_late_counts(world):

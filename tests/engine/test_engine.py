@@ -236,7 +236,7 @@ async def test_what_goes_on_when_an_engine_is_closed_ends_on_both_sides(who: str
             elif side == "producer" and state == "offered":
                 assert not handle.done()
                 handle.cancel()
-                await handle.quiet()
+                await handle._course.quiet()
             elif (side, state) == ("consumer", "asked"):
                 with pytest.raises(PeerLostError, match="'t'.* closed"):
                     await handle.wait()

@@ -22,7 +22,7 @@ who = pytest.mark.parametrize("who", ["producer", "consumer"])
 
 def until_granted(world, push):
     offer, fetch = world.both(push=push)
-    world.until(lambda: fetch.transfer.parts[0].accepted)
+    world.until(lambda: fetch._transfer.parts[0].accepted)
     world.reach(State.GRANTED, offer, fetch)
     return offer, fetch
 

@@ -384,7 +384,7 @@ async def test_what_was_meant_for_a_dead_engine_does_not_reach_the_next() -> Non
             await fetch.wait()
         assert again.statistics().parked == 0
         offer.cancel()
-        await offer.quiet()
+        await offer._course.quiet()
         await transfer(again, b, "good")
         check_idle(again, b)
 
@@ -435,7 +435,7 @@ async def test_more_peers_with_live_transfers_than_allowed_are_refused() -> None
         assert a.statistics().leases == 2
         for offer in offers[:2]:
             offer.cancel()
-            await offer.quiet()
+            await offer._course.quiet()
         b = await engines.add("e")
         await transfer(a, b, "good")
         check_idle(a, b)

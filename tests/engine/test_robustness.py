@@ -254,17 +254,17 @@ async def test_a_waiting_task_is_woken_by_layers_and_not_by_chunks(caches: list[
         offer.layer_ready(0)
         offer.layer_ready(1)
         fetch = consumer.fetch("t", range(100), sources=[producer.address])
-        rung, changed = [], fetch.changed
+        rung, changed = [], fetch._course.changed
 
         def counted() -> None:
-            rung.append(fetch.bytes_moved)
+            rung.append(fetch.progress.bytes_moved)
             changed()
 
-        fetch.changed = counted  # type: ignore[method-assign]
+        fetch._course.changed = counted  # type: ignore[method-assign]
         fetch.start()
         await fetch.wait()
         await offer.wait()
-        assert fetch.bytes_moved > 64 * 100
+        assert fetch.progress.bytes_moved > 64 * 100
         assert len(rung) <= 3 * LAYOUT.layers
 
 
@@ -283,7 +283,7 @@ async def test_a_lease_that_is_extended_concerns_those_who_wait_for_it(
     (session,) = core_of(consumer).peers.sessions
     monkeypatch.setattr(session, "lease_held", 0)  # as after standing still
     offers[0].layer_ready(0)
-    while not mover._leasing and not fetches[0].bytes_moved:  # noqa: ASYNC110
+    while not mover._leasing and not fetches[0].progress.bytes_moved:  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert [each.part.transfer.tid for each in mover._leasing.get(session, ())] == ["t0"]
     for offer in offers:

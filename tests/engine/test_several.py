@@ -175,7 +175,7 @@ async def test_ranks_that_share_out_the_heads_differently(
         for source, target in product(sources, targets):
             if shared_heads(source, target):
                 check_same(source, [7, 1, 3], target, [5, 2], 11)
-        assert sum(handle.bytes_total for handle in handles) == 11 * 4 * LAYOUT.groups[0].token_bytes
+        assert sum(handle.progress.bytes_total for handle in handles) == 11 * 4 * LAYOUT.groups[0].token_bytes
         await settle(*sources, *targets)
         check_idle(*sources, *targets)
 
@@ -218,7 +218,7 @@ async def test_a_source_that_has_nothing_to_add_ends_at_once() -> None:
         await fetch.wait()
         await one.wait()
         check_same(first, [1], consumer, [3], 4)
-        assert fetch.bytes_moved == 4 * LATENT.groups[0].block_bytes
+        assert fetch.progress.bytes_moved == 4 * LATENT.groups[0].block_bytes
         check_idle(first, second, consumer)
 
 

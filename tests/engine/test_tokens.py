@@ -31,7 +31,7 @@ async def move(
     assert np.array_equal(now[:, :, last:], before[:, :, last:])
     assert np.array_equal(kv_of(producer.cache, THERE), theirs)
     assert offer.tokens == offered
-    assert fetch.bytes_moved == fetch.bytes_total == (last - first) * TOKEN_BYTES
+    assert fetch.progress.bytes_moved == fetch.progress.bytes_total == (last - first) * TOKEN_BYTES
 
 
 # -- how many -------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ async def test_a_full_hit_is_over_before_anything_is_offered(tokens: int) -> Non
         fetch.start()
         await fetch.wait()
         assert [layer async for layer in fetch.layers()] == [0, 1, 2, 3]
-        assert (fetch.bytes_moved, fetch.progress.parts) == (0, {"landed": 1})
+        assert (fetch.progress.bytes_moved, fetch.progress.parts) == (0, {"landed": 1})
         assert np.array_equal(kv_of(consumer.cache, HERE), before)
         await settle(producer, consumer)
         assert producer.statistics().parked == 1  # the word that this reader needs nothing

@@ -227,9 +227,9 @@ def left_early(patch: pytest.MonkeyPatch) -> None:
     """A cancelled caller gets its blocks back before they are quiet."""
 
     async def broken(self, error):
-        self._observed = True
-        if not self.transfer.resolved:
-            self._core.abort(self.transfer, TransferAborted("given up"), "cancelled")
+        self._course.observed = True
+        if not self._transfer.resolved:
+            self._core.abort(self._transfer, TransferAborted("given up"), "cancelled")
 
     patch.setattr(Handle, "_give_up", broken)
 

@@ -55,7 +55,7 @@ def _leftovers(core: Core) -> Iterator[str]:
     """What an engine's parts keep of transfers that are over."""
     table, mover, peers = core.table, core.mover, core.peers
     for what, things in (
-        ("handles", core._handles),
+        ("courses", core._courses),
         ("held leases", core._held),
         ("unsure transfers", core._unsure),
         ("points to wait for", core._after),
@@ -96,12 +96,13 @@ def _counted(process: Process) -> Iterator[str]:
         if counts.parts_ended[state.value] != found:
             yield f"{counts.parts_ended[state.value]} parts {state.value} are counted, there were {found}"
     fetched = [record.handle for record in _records(process) if not record.offers]
-    moved = sum(handle.bytes_moved for handle in fetched)
+    moved = sum(handle.progress.bytes_moved for handle in fetched)
     if moved != counts.bytes_received:
         yield f"statistics count {counts.bytes_received} bytes received, transfers {moved}"
     for handle in fetched:
-        if handle.error is None and handle.bytes_moved != handle.bytes_total:
-            yield f"{handle!r} ended well with {handle.bytes_moved} of {handle.bytes_total} bytes"
+        progress = handle.progress
+        if handle.error is None and progress.bytes_moved != progress.bytes_total:
+            yield f"{handle!r} ended well with {progress.bytes_moved} of {progress.bytes_total} bytes"
 
 
 def _records(process: Process) -> Iterator[Record]:
@@ -110,7 +111,7 @@ def _records(process: Process) -> Iterator[Record]:
 
 def _parts(process: Process) -> Iterator[Part]:
     for record in _records(process):
-        yield from record.handle.transfer.parts
+        yield from record.handle._transfer.parts
 
 
 def going_on(world: World) -> Iterator[str]:
@@ -193,7 +194,7 @@ def _soon(process: Process, part: Part, since: int, what: str) -> Iterator[str]:
 
 
 def _begun(process: Process, part: Part) -> int:
-    return next(each.begun_at for each in _records(process) if each.handle.transfer is part.transfer)
+    return next(each.begun_at for each in _records(process) if each.handle._transfer is part.transfer)
 
 
 def well(world: World) -> Iterator[str]:
@@ -207,7 +208,7 @@ def well(world: World) -> Iterator[str]:
 def _quarantined(process: Process) -> list[Blocks]:
     """Blocks that were given up: something may still have written to them."""
     return [
-        tuple(tuple(listed.ids.tolist()) for listed in record.handle.transfer.blocks)
+        tuple(tuple(listed.ids.tolist()) for listed in record.handle._transfer.blocks)
         for record in _records(process)
         if record.quarantined
     ]

@@ -71,7 +71,7 @@ class Record:
         now = self.process.world.time.now
         return any(
             part.role == "producer" and 0 < part.quiet_at < now and part.state is not State.LANDED
-            for part in self.handle.transfer.parts
+            for part in self.handle._transfer.parts
         )
 
     # -- told by the user's task
@@ -103,9 +103,9 @@ class Record:
         if not self.handle.done():
             world.fail(f"{self} was left before it was over: {self.handle!r}")
         core = self.process.engine._core
-        if core is not None and self.handle.transfer in core._held:
+        if core is not None and self.handle._transfer in core._held:
             world.fail(f"{self} was left while its blocks were still leased")
-        if sending := self.process.sending.pending(self.handle.transfer.key) if self.offers else 0:
+        if sending := self.process.sending.pending(self.handle._transfer.key) if self.offers else 0:
             world.fail(f"{self} was left while {sending} chunks of its blocks were still being sent")
         if error is None and self.handle.error is not None:
             world.fail(f"{self} failed with {self.handle.error!r}, and its user wasn't told")
@@ -115,7 +115,7 @@ class Record:
 
     def _check_time(self) -> None:
         world, process = self.process.world, self.process
-        resolved = max(process.ended_at.get(part, 0) for part in self.handle.transfer.parts)
+        resolved = max(process.ended_at.get(part, 0) for part in self.handle._transfer.parts)
         drain = world.scenario.settings.drain_ns + SLACK_NS
         for what, since, lasts in (
             ("after its deadline and drain bound", self.begun_at, int(self.plan.deadline * 1e9) + drain),

@@ -214,7 +214,7 @@ class World:
     def dispose(self) -> None:
         """Give everything up."""
         for record in self.records:
-            record.handle._observed = True  # nobody is left to observe it
+            record.handle._course.observed = True  # nobody is left to observe it
         for process in self.past:
             process.dispose()
         self.loop.close()

@@ -1,0 +1,88 @@
+"""The course of a transfer: what the engine notes of it while it runs, and its handle reads.
+
+The engine keeps it until the transfer is over, the caller's handle for as long as the caller likes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from aiokv.device.base import Event, Stream
+from aiokv.engine.bell import Bell
+from aiokv.proto.parts import State
+from aiokv.proto.transfers import Offering, Part, Transfer
+
+__all__ = ["Course", "FetchCourse"]
+
+_log = logging.getLogger("aiokv")
+
+
+class Course:
+    """A transfer of either role, from its beginning until its blocks are the caller's again.
+
+    Args:
+        transfer: The table's record.
+
+    Attributes:
+        transfer: As given.
+        bell: Rung whenever something has happened that a waiter may wait for.
+        over: The table resolved it, and the engine gave its blocks back.
+        observed: Somebody saw how it ended.
+        bytes_moved: Bytes in place, or handed over, so far.
+        bytes_total: Bytes that it moves in all, as far as is known.
+    """
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+        self.bell = Bell()
+        self.over = False
+        self.observed = False
+        self.bytes_moved = 0
+        self.bytes_total = 0
+
+    def __del__(self) -> None:
+        # As asyncio does for a task whose exception nobody retrieved.
+        if not self.observed and self.transfer.error is not None:
+            kind = "Offer" if isinstance(self.transfer, Offering) else "Fetch"
+            _log.error("%s of %s failed and nobody saw: %s", kind, self.transfer, self.transfer.error)
+
+    def changed(self) -> None:
+        """Something has happened that a waiter may wait for."""
+        self.bell.ring()
+
+    def end(self) -> None:
+        """The blocks are the caller's again."""
+        self.over = True
+        self.bell.ring()
+
+    async def quiet(self) -> None:
+        """Wait until nothing in flight touches the transfer's blocks, however it ended."""
+        while not self.over:
+            await self.bell.wait()
+
+
+class FetchCourse(Course):
+    """The course of a fetch, whose caller's stream is told what lands.
+
+    Args:
+        transfer: The table's record.
+        stream: What the caller enqueues on it later sees what landed.
+    """
+
+    def __init__(self, transfer: Transfer, stream: Stream) -> None:
+        super().__init__(transfer)
+        self.stream = stream
+        self._enqueued: dict[Part, int] = {}
+
+    def submitted(self, part: Part, layer: int, event: Event) -> None:
+        """The last copy of a layer of a part was enqueued, with the event that covers it."""
+        self.stream.wait(event)
+        self._enqueued[part] = self._enqueued.get(part, 0) | 1 << layer
+        self.changed()
+
+    def ordered(self, everything: int) -> int:
+        """The layers, as a bit mask, whose copies are ordered before what the stream gets next."""
+        for part in self.transfer.parts:
+            if part.state is not State.LANDED:
+                everything &= part.landed | self._enqueued.get(part, 0)
+        return everything
