@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
 from aiokv.device.base import Buffer, Device
 from aiokv.device.host import HostBuffer, HostDevice
-from aiokv.errors import ClosedError, LayoutMismatch
+from aiokv.errors import BusyError, ClosedError, LayoutMismatch
 from aiokv.proto.layout import CacheLayout, GroupLayout, itemsize
 from aiokv.proto.placement import GroupPlacement, Placement
 
@@ -34,7 +36,8 @@ class KVCache:
     """One rank's KV cache, registered: what engines transfer from and into.
 
     Use ``allocate`` for memory of aiokv's own, which other processes on the host can map, or
-    ``from_tensors`` for tensors that exist. Close it after the engine that uses it.
+    ``from_tensors`` for tensors that exist. Close it after the engine that uses it; as a context
+    manager it closes itself.
 
     Attributes:
         layout: What is in the cache.
@@ -58,6 +61,28 @@ class KVCache:
         self.buffers = buffers
         self._tensors = dict(enumerate(tensors))
         self._closed = False
+        #: How many keep it open.
+        self._users = 0
+
+    def __repr__(self) -> str:
+        layers, blocks = self.layout.layers, "+".join(str(group.blocks) for group in self.layout.groups)
+        size = sum(buffer.nbytes for buffer in self.buffers)
+        state = " closed" if self._closed else ""
+        return (
+            f"<KVCache of {layers} layers, {blocks} blocks, {size} bytes in {len(self.buffers)} buffers, "
+            f"{self.device.kind}{state}>"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
     @classmethod
     def allocate(cls, layout: CacheLayout, *, device: Allocator | None = None) -> KVCache:
@@ -123,8 +148,29 @@ class KVCache:
         planes = self._tensors[layer]
         return planes[0] if len(planes) == 1 else (planes[0], planes[1])
 
+    @contextmanager
+    def kept_open(self) -> Iterator[None]:
+        """A context in which ``close`` is refused; an engine keeps its cache open while it is entered.
+
+        Raises:
+            ClosedError: The cache was closed.
+        """
+        if self._closed:
+            raise ClosedError("this KV cache was closed")
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+
     def close(self) -> None:
-        """Give the memory back, or the tensors free. May be called twice."""
+        """Give the memory back, or the tensors free. May be called twice.
+
+        Raises:
+            BusyError: An engine that uses it is open: its peers may be reading the memory.
+        """
+        if self._users:
+            raise BusyError(f"{self!r} is in use; close the engine first")
         self._closed = True
         self._tensors.clear()
         for buffer in self.buffers:
@@ -211,7 +257,7 @@ def _planes(
         raise LayoutMismatch(f"layer {layer}: the layout wants {wanted}, got {len(planes)} tensors")
     if group.axes.endswith("sd"):
         joined = (*group.shape[:-2], 2 * group.head_size)
-        planes = tuple(one.unflatten(-1, (2, -1)) if tuple(one.shape) == joined else one for one in planes)
+        planes = tuple(one.view(group.shape) if tuple(one.shape) == joined else one for one in planes)
     for tensor in planes:
         if tensor.device.type != "cpu":
             raise LayoutMismatch(f"layer {layer}: on {tensor.device}, not in host memory")

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from types import TracebackType
 from typing import Literal, Self
 
@@ -68,7 +68,7 @@ class TransferEngine:
     thread of the loop that it was entered on, but for ``Offer.layer_ready``.
 
     Args:
-        cache: The registered memory; it must stay open while the engine is.
+        cache: The registered memory; it can't be closed while the engine is entered.
         bind: Address of the control channel; port 0 takes a free one.
         advertise: What peers are told instead of the bound address (containers, NAT).
         transports: Which data paths may be used, best first: names, or transports made by the
@@ -118,6 +118,8 @@ class TransferEngine:
         self._transports: list[Transport] = []
         self._state: Literal["new", "starting", "open", "closing", "closed"] = "new"
         self.address = ""
+        #: Keeps the cache open for as long as this engine is.
+        self._keeping = ExitStack()
         #: The working parts; None until entered.
         self._core: Core | None = None
         #: Closes everything; None until that was asked for.
@@ -125,9 +127,26 @@ class TransferEngine:
         #: Rung when a frame came in; closing waits for the peers' acknowledgements.
         self._heard = Bell()
 
+    def __repr__(self) -> str:
+        if self._core is None or self._state not in ("open", "closing"):
+            return f"<TransferEngine {self._state}>"
+        table, peers = self._core.table, len(self._core.peers.sessions)
+        return (
+            f"<TransferEngine at {self.address} {self._state}, {peers} peers, "
+            f"{table.count('producer')} offers, {table.count('consumer')} fetches>"
+        )
+
     # -- life
 
     async def __aenter__(self) -> Self:
+        """Bind the control channel and make the transports ready.
+
+        Raises:
+            ClosedError: It was entered before, or its cache is closed.
+            DeviceError: No transport can serve this cache.
+            OSError: The address can't be bound.
+            ValueError: No peer could read what this engine has to say of itself.
+        """
         if self._state != "new":
             raise ClosedError(f"an engine can be entered once; this one is {self._state}")
         self._state = "starting"
@@ -141,6 +160,7 @@ class TransferEngine:
         return self
 
     async def _start(self) -> None:
+        self._keeping.enter_context(self.cache.kept_open())
         await imported(self._chosen, channel=self._channel is None)
         if self._channel is None:
             self._channel = channel_at(self._bind, self._advertise)
@@ -234,6 +254,7 @@ class TransferEngine:
 
     async def _release(self) -> None:
         async with AsyncExitStack() as stack:  # from the last to the first, whatever fails
+            stack.callback(self._keeping.close)
             if self._channel is not None:
                 stack.push_async_callback(self._channel.aclose)
             for transport in reversed(self._transports):

@@ -16,7 +16,7 @@ import torch
 from aiokv.device.cache import KVCache
 from aiokv.device.host import HostBuffer, HostDevice
 from aiokv.device.mocked import MockedBuffer, MockedDevice
-from aiokv.errors import CapacityError, ClosedError, LayoutMismatch
+from aiokv.errors import BusyError, CapacityError, ClosedError, LayoutMismatch
 from aiokv.proto.layout import CacheLayout, GroupLayout
 from aiokv.proto.plan import GroupBlocks, Side, plan_copy
 
@@ -346,3 +346,34 @@ def test_tokens_move_between_registered_and_allocated_memory(make: Callable[[], 
             assert not tensor[[3, 4]].any()
     source.close()
     target.close()
+
+
+# -- how long it lives ------------------------------------------------------------------------------
+
+
+def test_as_a_context_manager_it_closes_itself() -> None:
+    with pytest.raises(LookupError), KVCache.allocate(LAYOUT) as cache:
+        assert cache.tensor(0) is not None
+        raise LookupError
+    with pytest.raises(ClosedError, match="this KV cache was closed"):
+        cache.tensor(0)
+
+
+def test_while_it_is_used_it_cannot_be_closed() -> None:
+    cache = KVCache.allocate(LAYOUT)
+    with cache.kept_open(), cache.kept_open():
+        with pytest.raises(BusyError, match="<KVCache of 2 layers, .* is in use; close the engine first"):
+            cache.close()
+        assert cache.tensor(0) is not None
+    cache.close()
+    cache.close()
+    with pytest.raises(ClosedError, match="this KV cache was closed"), cache.kept_open():
+        pass
+
+
+def test_it_says_what_it_is() -> None:
+    cache = KVCache.allocate(LAYOUT)
+    (size,) = cache.placement.buffers
+    assert repr(cache) == f"<KVCache of 2 layers, 5 blocks, {size} bytes in 1 buffers, host>"
+    cache.close()
+    assert repr(cache).endswith(", host closed>")

@@ -14,6 +14,7 @@ from aiokv.device.mocked import MockedDevice
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.transfer import Fetch, Offer
 from aiokv.errors import (
+    BusyError,
     ClosedError,
     DeviceError,
     LayoutMismatch,
@@ -81,6 +82,48 @@ async def test_what_is_wrong_with_an_engine_is_said_when_it_is_made_or_entered()
         with pytest.raises(ClosedError, match="this one is closed"):
             await engine.__aenter__()
         cache.close()
+
+
+@pytest.mark.asyncio
+async def test_a_cache_cannot_be_closed_under_its_engine() -> None:
+    async with Engines() as engines:
+        first = await engines.add("a")
+        cache = first.cache
+        second = engines.make("b", cache)
+        await engines.enter(second)
+        with pytest.raises(BusyError, match="is in use; close the engine first"):
+            cache.close()
+        await second.aclose()
+        with pytest.raises(BusyError, match="is in use"):
+            cache.close()
+        await first.aclose()
+        cache.close()
+        with pytest.raises(ClosedError, match="this KV cache was closed"):
+            await engines.make("c", cache).__aenter__()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_that_failed_to_open_lets_go_of_its_cache() -> None:
+    async with Engines() as engines:
+        cache = await engines.cache()
+        with pytest.raises(DeviceError, match="no transport"):
+            await TransferEngine(cache, transports=["shm"]).__aenter__()
+        cache.close()
+
+
+@pytest.mark.asyncio
+async def test_an_engine_says_what_it_is_and_does() -> None:
+    async with Engines() as engines:
+        producer, consumer = await engines.add("p"), engines.make("c", await engines.cache())
+        assert repr(consumer) == "<TransferEngine new>"
+        await engines.enter(consumer)
+        assert repr(consumer) == "<TransferEngine at memory://c open, 0 peers, 0 offers, 0 fetches>"
+        async with consumer.fetch("t", [1], sources=[producer.address]):
+            assert repr(consumer) == "<TransferEngine at memory://c open, 1 peers, 0 offers, 1 fetches>"
+            async with producer.offer("t", [2]):
+                assert " 1 offers, 0 fetches>" in repr(producer)
+        await consumer.aclose()
+        assert repr(consumer) == "<TransferEngine closed>"
 
 
 @pytest.mark.asyncio
