@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeVar
 
 __all__ = ["Spread", "highest", "lowest", "over", "quantile"]
+
+Case = TypeVar("Case")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,11 @@ def over(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [mine / other for mine, other in zip(ours, theirs, strict=True)]
 
 
-def lowest(by_case: Mapping[object, Sequence[float]]) -> Sequence[float]:
+def lowest(by_case: Mapping[Case, Sequence[float]]) -> Sequence[float]:
     """The measurements of the case whose median is the lowest."""
     return min(by_case.values(), key=median)
 
 
-def highest(by_case: Mapping[object, Sequence[float]]) -> Sequence[float]:
+def highest(by_case: Mapping[Case, Sequence[float]]) -> Sequence[float]:
     """The measurements of the case whose median is the highest."""
     return max(by_case.values(), key=median)

@@ -12,7 +12,7 @@ from aiokv.bench.channels import CHANNELS
 from aiokv.bench.child import Line
 from aiokv.bench.usage import holdings, resident_bytes, used_cpu_ns
 
-__all__ = ["FUNCTION", "layout", "serve"]
+__all__ = ["FUNCTION", "Partner", "layout", "serve"]
 
 #: For ``aiokv.bench.child.child``.
 FUNCTION = "aiokv.bench.partner:serve"
@@ -26,18 +26,24 @@ def layout(blocks: int, layers: int = 1) -> aiokv.CacheLayout:
 
 
 async def serve(line: Line, *, blocks: int, layers: int, transports: list[str], channel: str = "zmq") -> None:
-    """Answer each command with what it gives; see the methods of ``_Partner``."""
+    """Answer each command with what it gives; see the methods of ``Partner``."""
     cache = await asyncio.to_thread(aiokv.KVCache.allocate, layout(blocks, layers))
     with closing(cache):
         async with aiokv.TransferEngine(cache, transports=transports, channel=CHANNELS[channel]()) as engine:
-            partner = _Partner(engine)
+            partner = Partner(engine)
             line.say(address=engine.address)
             async for told in line:
                 do = told.pop("do")
                 line.say(**(await getattr(partner, do)(**told)))
 
 
-class _Partner:
+class Partner:
+    """Offers by an engine, and what is known of its process.
+
+    Args:
+        engine: Entered.
+    """
+
     def __init__(self, engine: aiokv.TransferEngine) -> None:
         self._engine = engine
         self._offers = AsyncExitStack()
