@@ -299,6 +299,7 @@ class Core:
                 self._courses[part.transfer].changed()
             case ActionKind.RESOLVED:
                 self._resolve(part.transfer)
+                self.table.resolved(part.transfer, part.role, self.clock())
 
     def _connect(self, part: Part) -> None:
         session = part.session

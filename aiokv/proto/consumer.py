@@ -10,7 +10,7 @@ from aiokv.proto.ledger import Ledger
 from aiokv.proto.messages import Accept, Grant, Offer, Ready, Refuse, as_text, pack_blocks, unpack_blocks
 from aiokv.proto.parts import Event, State
 from aiokv.proto.session import Session
-from aiokv.proto.transfers import ActionKind, Fetching, Heads, Part
+from aiokv.proto.transfers import ActionKind, Fetching, Heads, Key, Part
 from aiokv.proto.waiting import Waiting
 
 __all__ = ["Consumer"]
@@ -47,7 +47,11 @@ class Consumer:
         for peer in peers:
             part = self._ledger.add_part(fetching, "consumer", peer, now)
             part.first_token = fetching.first_token
-        for parked in self._waiting.claim(fetching.key, "producer"):
+        self.take_parked(fetching.key, now)
+
+    def take_parked(self, key: Key, now: int) -> None:
+        """Look again at the offers that waited for this transfer."""
+        for parked in self._waiting.claim(key, "producer"):
             if isinstance(parked.message, Offer):
                 self.on_offer(parked.session, parked.message, now, parked.deadline)
 
@@ -59,6 +63,7 @@ class Consumer:
         if part.state is not State.OFFERED or part.linked or not isinstance(fetching, Fetching):
             return
         part.link, part.link_id, part.one_sided, part.linked = link, link_id, one_sided, True
+        self.take_parked(fetching.key, now)
         if all(each.linked for each in fetching.parts):
             self._grant(fetching, now)
 
@@ -130,11 +135,15 @@ class Consumer:
             elif reason := self._waiting.park(session, offer, "producer", deadline):
                 self._refuse(session, offer, reason, "the offer may not wait here for its fetch")
             return
-        if self._ledger.find(session, key, "consumer") is not None:
-            return  # this producer is asked anyway
+        if fetching.has(session.incarnation):
+            return  # this producer is asked anyway, maybe by another name
         part = fetching.unclaimed
         if part is None:
-            self._refuse(session, offer, "sources", "the fetch has all its sources")
+            reason = (
+                self._waiting.park(session, offer, "producer", deadline) if fetching.unsure else "sources"
+            )
+            if reason:
+                self._refuse(session, offer, reason, "the fetch has all its sources")
             return
         self._ledger.bind(part, session, now)
         self._ledger.shorten(part, deadline)

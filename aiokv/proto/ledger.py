@@ -87,6 +87,33 @@ class Ledger:
         """The part of this engine, in this role, that a message of a session means."""
         return self.parts.get((session, *key, role))
 
+    def elsewhere(self, session: Session, key: Key, role: Role) -> Part | None:
+        """The part with the same life of a peer that began over another of its sessions, and was not granted.
+
+        An engine that is called by several names has a session for each, and what the two say of one
+        transfer may come over different ones.
+        """
+        transfer = self.transfers.get((key, role))
+        for part in transfer.parts if transfer is not None else ():
+            same = part.session is not None and part.session.incarnation == session.incarnation
+            if same and part.state is State.OFFERED:
+                return part
+        return None
+
+    def rebind(self, part: Part, session: Session, now: int) -> None:
+        """The part goes on over another session with the same life of the peer."""
+        if part.session is not None:
+            self._unbind(part, part.session)
+        self.bind(part, session, now)
+
+    def _unbind(self, part: Part, session: Session) -> None:
+        self.parts.pop((session, *part.transfer.key, part.role), None)
+        others = self._by_session[session]
+        del others[part]
+        if not others:
+            del self._by_session[session]
+        session.remove_live()
+
     def parts_of(self, session: Session) -> list[Part]:
         """Parts that have not ended and go over this session."""
         return list(self._by_session.get(session, ()))
@@ -170,12 +197,7 @@ class Ledger:
         """The part is over: tell the peer, forget it, and see whether its transfer is over too."""
         transfer, session = part.transfer, part.session
         if session is not None:
-            self.parts.pop((session, *transfer.key, part.role), None)
-            others = self._by_session[session]
-            del others[part]
-            if not others:
-                del self._by_session[session]
-            session.remove_live()
+            self._unbind(part, session)
             if part.state is not State.LANDED:
                 session.send(Aborted(*transfer.key, part.role))
             elif part.role == "consumer" and part.link:

@@ -19,7 +19,7 @@ from aiokv.proto.messages import (
 )
 from aiokv.proto.parts import Event, State
 from aiokv.proto.session import Session
-from aiokv.proto.transfers import ActionKind, Offering, Part
+from aiokv.proto.transfers import ActionKind, Key, Offering, Part
 from aiokv.proto.waiting import Waiting
 
 __all__ = ["Producer"]
@@ -55,7 +55,11 @@ class Producer:
         self._ledger.register(offering, "producer", now)
         for peer in peers:
             self._ledger.add_part(offering, "producer", peer, now)
-        for parked in self._waiting.claim(offering.key, "consumer"):
+        self.take_parked(offering.key, now)
+
+    def take_parked(self, key: Key, now: int) -> None:
+        """Look again at the grants that waited for this transfer."""
+        for parked in self._waiting.claim(key, "consumer"):
             if isinstance(parked.message, Grant):
                 self.on_grant(parked.session, parked.message, now, parked.deadline)
 
@@ -84,6 +88,7 @@ class Producer:
         except LayoutMismatch as found:
             error = LayoutMismatch(f"transfer {offering}: {found}")
             self._ledger.settle(part, Event.FAIL, error, "layout")
+        self.take_parked(offering.key, now)
 
     def accept(self, part: Part, now: int) -> None:
         """The layer above can serve the grant that it got START for; say so."""
@@ -129,6 +134,10 @@ class Producer:
                 self._refuse(session, grant, reason, "the grant may not wait here for its offer")
             return
         part = self._reader(session, offering)
+        if part == "readers" and offering.unsure:
+            part = self._waiting.park(session, grant, "consumer", deadline)
+            if not part:
+                return
         if isinstance(part, str):
             self._refuse(session, grant, part, "the offer has no reader left for this engine")
             return
@@ -142,8 +151,8 @@ class Producer:
             # Refused and not raised: a grant that waited is looked at in the middle of offer().
             self._refuse(session, grant, "blocks", str(error))
             return
-        if part.session is None:
-            self._ledger.bind(part, session, now)
+        if part.session is not session:
+            self._ledger.rebind(part, session, now)
         part.life.on(Event.GRANT)
         if not grant.link:  # the consumer has it all
             self._ledger.settle(part, Event.DONE)
@@ -175,9 +184,11 @@ class Producer:
         named = self._ledger.find(session, offering.key, "producer")
         if named is not None:
             return named if named.state is State.OFFERED else "duplicate"
-        for part in offering.parts:
-            if part.session is not None and part.session.incarnation == session.incarnation:
-                return "duplicate"
+        told = self._ledger.elsewhere(session, offering.key, "producer")
+        if told is not None:
+            return told
+        if offering.has(session.incarnation):
+            return "duplicate"
         return offering.unclaimed or "readers"
 
     def _fault(self, session: Session, offering: Offering, grant: Grant) -> tuple[str, str]:

@@ -87,6 +87,10 @@ class Table:
         for part in list(transfer.parts):
             self.ledger.settle(part, Event.ABORT, error, reason)
 
+    def resolved(self, transfer: Transfer, role: Role, now: int) -> None:
+        """A transfer is over: who still waits for it is told."""
+        (self.producer if role == "producer" else self.consumer).take_parked(transfer.key, now)
+
     def fail(self, part: Part, error: AiokvError) -> None:
         """Something that the part needs went wrong on this side."""
         self.ledger.settle(part, Event.FAIL, error)
@@ -129,6 +133,8 @@ class Table:
         key, mine = (abort.tid, abort.attempt), other_role(abort.role)
         self.waiting.withdraw(session, key, abort.role)
         part = self.ledger.find(session, key, mine)
+        if part is None:
+            part = self.ledger.elsewhere(session, key, mine)
         if part is None and abort.reason != "layout":  # whose cache doesn't fit is not who it waits for
             part = self._unclaimed(session, key, mine, now)
         if part is None:
@@ -145,10 +151,7 @@ class Table:
     def _unclaimed(self, session: Session, key: Key, mine: Role, now: int) -> Part | None:
         """The part of who gave up before it could say that it takes part: nobody else will come for it."""
         transfer = self.ledger.transfers.get((key, mine))
-        if transfer is None:
-            return None
-        known = [part.session for part in transfer.parts if part.session is not None]
-        if any(each.incarnation == session.incarnation for each in known):
+        if transfer is None or transfer.has(session.incarnation):
             return None  # it had its part
         part = transfer.unclaimed
         if part is not None:

@@ -51,6 +51,18 @@ class Transfer:
         """A part for whoever comes next; None where each has its peer, or has ended."""
         return next((part for part in self.parts if part.session is None and not part.ended), None)
 
+    def has(self, incarnation: bytes) -> bool:
+        """Whether that life of a peer has, or had, a part."""
+        return any(
+            part.session is not None and part.session.incarnation == incarnation for part in self.parts
+        )
+
+    @property
+    def unsure(self) -> bool:
+        """A peer that was named has not answered yet, so it may be one that is known by another name."""
+        sessions = [part.session for part in self.parts if not part.ended]
+        return any(session is not None and not session.incarnation for session in sessions)
+
     def __str__(self) -> str:
         return f"{self.tid!r}" + (f" attempt {self.attempt}" if self.attempt else "")
 

@@ -267,9 +267,10 @@ class FaultyNetwork(MemoryNetwork):
         """None: not cut. Else whether its frames are held."""
         return self._setting(self._cuts, link)
 
-    @staticmethod
-    def _setting(settings: dict[tuple[str | None, str | None], _Setting], link: _Link) -> _Setting | None:
-        source, target = link.source, link.target
+    def _setting(
+        self, settings: dict[tuple[str | None, str | None], _Setting], link: _Link
+    ) -> _Setting | None:
+        source, target = link.source, self.resolve(link.target)
         for ends in ((source, target), (source, None), (None, target), (None, None)):
             if ends in settings:
                 return settings[ends]

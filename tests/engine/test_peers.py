@@ -509,6 +509,51 @@ async def test_two_names_may_be_used_at_once_whichever_greeting_comes_first(firs
 
 
 @virtual_time
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("source", ["memory://a", "memory://other-a"])
+@pytest.mark.parametrize("reader", ["memory://b", "memory://other-b"])
+async def test_both_sides_may_name_each_other_by_any_names(seed: int, source: str, reader: str) -> None:
+    network = FaultyNetwork(seed=seed, faults=Faults(delay=(0.0, 0.02)))
+    network.alias("memory://other-a", "memory://a")
+    network.alias("memory://other-b", "memory://b")
+    async with Engines(network=network) as engines:
+        a, b = await engines.add("a"), await engines.add("b")
+        for number in range(3):
+            handles = [
+                a.offer(f"t{number}", [1], to=[reader], deadline=5),
+                b.fetch(f"t{number}", [1], sources=[source], deadline=5),
+            ]
+            for handle in handles[:: 1 if seed % 2 else -1]:
+                handle.start()
+            for layer in range(4):
+                handles[0].layer_ready(layer)
+            assert await asyncio.gather(*(h.wait() for h in handles), return_exceptions=True) == [None] * 2
+        check_idle(a, b)
+
+
+@virtual_time
+@pytest.mark.parametrize("gives_up", ["offer", "fetch"])
+@pytest.mark.parametrize("after", [0.0, 0.01, 0.03, 0.1])
+async def test_who_gives_up_is_heard_whatever_the_names(gives_up: str, after: float) -> None:
+    network = FaultyNetwork(seed=1, faults=Faults(delay=(0.0, 0.02)))
+    network.alias("memory://other-a", "memory://a")
+    async with Engines(network=network) as engines:
+        a, b = await engines.add("a"), await engines.add("b")
+        handles = {
+            "offer": a.offer("t", [1], to=["memory://b"], deadline=20),
+            "fetch": b.fetch("t", [1], sources=["memory://other-a"], deadline=20),
+        }
+        for handle in handles.values():
+            handle.start()
+        await asyncio.sleep(after)
+        began = asyncio.get_running_loop().time()
+        handles[gives_up].cancel()
+        await asyncio.gather(*(handle.wait() for handle in handles.values()), return_exceptions=True)
+        assert asyncio.get_running_loop().time() - began < 5
+        check_idle(a, b)
+
+
+@virtual_time
 @pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("others", [False, True])
 async def test_greetings_that_cross_by_other_names_are_sorted_out(seed: int, others: bool) -> None:

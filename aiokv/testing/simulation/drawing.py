@@ -60,6 +60,7 @@ def draw(seed: int | str, mood: Mood | None = None) -> Scenario:
         case "lease":
             settings = replace(settings, window_bytes=64 << 20)
             ranks, requests, faults = trouble.broken_promise(rng, ranks, requests)
+    requests = _named(random.Random(f"names {seed}"), requests)  # noqa: S311
     transports = ("memory",) if mood == "lease" else rng.choices(_TRANSPORTS, (70, 20, 10))[0]
     return Scenario(
         seed=str(seed),
@@ -69,6 +70,20 @@ def draw(seed: int | str, mood: Mood | None = None) -> Scenario:
         faults=faults,
         channel=channel,
         transports=transports,
+    )
+
+
+def _named(rng: random.Random, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+    """In some worlds engines are called by several names, from the first contact on."""
+    if rng.random() < 0.7:
+        return requests
+    return tuple(
+        replace(
+            request,
+            offers=tuple(replace(plan, alias=rng.random() < 0.5) for plan in request.offers),
+            fetches=tuple(replace(plan, alias=rng.random() < 0.5) for plan in request.fetches),
+        )
+        for request in requests
     )
 
 

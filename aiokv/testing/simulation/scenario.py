@@ -63,6 +63,11 @@ class Rank:
         """Of its control channel."""
         return f"memory://e{self.number}"
 
+    @property
+    def alias(self) -> str:
+        """Another name of the same, as localhost is of 127.0.0.1."""
+        return f"memory://also-e{self.number}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SidePlan:
@@ -77,6 +82,8 @@ class _SidePlan:
     #: The body raises before this layer; -1: it doesn't.
     raises: int = -1
     style: Style = "with"
+    #: It calls the engines that it names by what they don't call themselves.
+    alias: bool = False
     seed: str = ""
 
 
@@ -164,6 +171,10 @@ class Scenario:
     channel: Faults
     #: "memory": consumers read. "sent": producers send. Best first.
     transports: tuple[str, ...] = ("memory",)
+
+    def addresses(self, numbers: tuple[int, ...], *, alias: bool) -> list[str]:
+        """What some ranks are called."""
+        return [self.ranks[n].alias if alias else self.ranks[n].address for n in numbers]
 
     @property
     def quiet(self) -> bool:

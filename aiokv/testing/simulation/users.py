@@ -45,7 +45,7 @@ async def offer(process: Process, request: Request, plan: OfferPlan) -> None:
             blocks if len(blocks) > 1 else blocks[0],
             tokens=request.tokens,
             readers=plan.readers,
-            to=[world.scenario.ranks[number].address for number in plan.to],
+            to=world.scenario.addresses(plan.to, alias=plan.alias),
             attempt=request.attempt,
             deadline=plan.deadline,
         )
@@ -109,12 +109,13 @@ async def fetch(process: Process, request: Request, plan: FetchPlan) -> None:
         world.leave_out(process, request, "it has no blocks left")
         return
     consumer = _Consumer(process, request, plan, blocks)
+    sources = None if plan.sources is None else world.scenario.addresses(plan.sources, alias=plan.alias)
     try:
         handle = process.engine.fetch(
             request.tid,
             blocks if len(blocks) > 1 else blocks[0],
-            sources=None if plan.sources is None else [world.scenario.ranks[n].address for n in plan.sources],
-            parts=plan.parts,
+            sources=sources,
+            parts=plan.parts if sources is None else None,
             first_token=plan.first_token,
             tokens=plan.tokens,
             attempt=request.attempt,

@@ -57,6 +57,8 @@ class World:
             lambda _, context: self.fail(f"world: {context['message']}: {context.get('exception')!r}")
         )
         self.network = SimulatedNetwork(self, scenario.channel)
+        for rank in scenario.ranks:
+            self.network.alias(rank.alias, rank.address)
         self.hub = MemoryHub(name=b"seededly")
         self._issued = 0
         self.senders: dict[bytes, SendingTransport] = {}
