@@ -1,33 +1,37 @@
 """The prefill process: runs prompts through the model, and offers their KV layer by layer meanwhile.
 
-It can be started alone, on any host:
+It can be started alone, by hand, and prints where it listens:
 
     python examples/prefill.py --listen 127.0.0.1:7001
+
+For a decode process on another host, name an address of this host twice: --listen for the prompts, and
+--bind for the transfers, which need a way back; so decode.py needs its own --bind, too:
+
+    python examples/prefill.py --listen HOST:7001 --bind tcp://HOST:7002
+    python examples/decode.py --bind tcp://OTHER:0 --prefill HOST:7001
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import time
-from contextlib import closing
 
 import aiokv
 from serving.channel import Message, Reply, serve
 from serving.compute import Compute
-from serving.model import Model, load
-from serving.options import arguments, engine_for, run, tell_parent
+from serving.model import Model
+from serving.options import address, arguments, start, tell_parent
 from serving.paged import BlockPool, PagedCache
 
 
 class Prefill:
     """Answers ``{"id", "tokens", "deadline"}``: first with where the KV can be fetched, then with a token."""
 
-    def __init__(
-        self, model: Model, cache: aiokv.KVCache, engine: aiokv.TransferEngine, options: argparse.Namespace
-    ) -> None:
+    def __init__(self, model: Model, engine: aiokv.TransferEngine, options: argparse.Namespace) -> None:
         self._model = model
-        self._cache = cache
+        self._cache = engine.cache
         self._engine = engine
         self._block_size: int = options.block_size
         self._pool = BlockPool(options.blocks)
@@ -58,19 +62,26 @@ class Prefill:
         return {"token": first, "began": began, "ready": ready, "ended": time.monotonic_ns()}
 
 
-async def main(model: Model, cache: aiokv.KVCache, options: argparse.Namespace) -> None:
-    async with engine_for(cache, options) as engine:
-        prefill = Prefill(model, cache, engine, options)
+async def main(model: Model, engine: aiokv.TransferEngine, options: argparse.Namespace) -> int:
+    async with engine:
+        prefill = Prefill(model, engine, options)
         async with serve(options.listen, prefill.answer) as listening:
             tell_parent(listen=listening, engine=engine.address)
             await asyncio.Event().wait()
+    return 0
+
+
+def parsed(line: list[str] | None = None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--listen",
+        type=address,
+        default="127.0.0.1:0",
+        help="host:port for prompts; port 0 takes a free one (default: %(default)s)",
+    )
+    return parser.parse_args(line)
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__)
-    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port for requests")
-    chosen = parser.parse_args()
-    loaded = load(chosen.model)
-    # Before there is a loop, since making memory blocks; closed after the engine that uses it.
-    with closing(aiokv.KVCache.allocate(loaded.layout(chosen.blocks, chosen.block_size))) as memory:
-        run(main(loaded, memory, chosen), chosen)
+    sys.exit(start(main, parsed()))

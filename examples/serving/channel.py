@@ -48,9 +48,16 @@ class Replies:
 
 @asynccontextmanager
 async def request(address: str, message: Message) -> AsyncIterator[Replies]:
-    """Send ``message`` to ``host:port``. Leaving the context before the last reply calls it off."""
+    """Send ``message`` to ``host:port``. Leaving the context before the last reply calls it off.
+
+    Raises:
+        RequestFailed: Nobody can be reached there.
+    """
     host, port = _split(address)
-    reader, writer = await asyncio.open_connection(host, port, limit=LIMIT)
+    try:
+        reader, writer = await asyncio.open_connection(host, port, limit=LIMIT)
+    except OSError as error:
+        raise RequestFailed(f"{address}: {error}") from error
     try:
         writer.write(json.dumps(message).encode() + b"\n")
         await writer.drain()

@@ -8,52 +8,132 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import closing
 from typing import Any
 
 import torch
 import uvloop
 
 import aiokv
-from serving.model import NAMES
+from serving.model import NAMES, Model, load
 
-__all__ = ["TRANSPORTS", "arguments", "engine_for", "run", "tell_parent"]
+__all__ = ["TRANSPORTS", "add_model", "address", "arguments", "count", "peer", "start", "tell_parent"]
 
 #: Those for host memory, the best first.
 TRANSPORTS = ("shm", "cma", "tcp")
+
+Main = Callable[[Model, aiokv.TransferEngine, argparse.Namespace], Coroutine[Any, Any, int]]
+
+
+def address(text: str, *, least: int = 0) -> str:
+    """``host:port``, where port 0 takes a free one; for argparse."""
+    host, colon, port = text.rpartition(":")
+    if not (host and colon):
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port")
+    if not (port.isascii() and port.isdigit() and least <= int(port) <= 65535):
+        raise argparse.ArgumentTypeError(f"{text!r}: {port!r} is not a port, which is {least} to 65535")
+    return text
+
+
+def peer(text: str) -> str:
+    """``host:port`` of somebody else, so no port 0; for argparse."""
+    return address(text, least=1)
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on; for argparse."""
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time that passes; for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The options of whoever runs the model, the pair among them."""
+    option = parser.add_argument
+    option("--model", choices=NAMES, default="smollm2", help="what to run (default: %(default)s)")
+    option(
+        "--transport", choices=TRANSPORTS, help="use this one only (default: the best that both sides have)"
+    )
+    option("--blocks", type=count, default=256, help="blocks of the KV cache (default: %(default)s)")
+    option("--block-size", type=count, default=16, help="tokens per block (default: %(default)s)")
+    option(
+        "--threads",
+        type=count,
+        default=max(1, (os.cpu_count() or 2) // 2),
+        help="CPU threads of the model (default: half of the CPUs, here %(default)s)",
+    )
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """The options of one process of the pair."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    shared = parser.add_argument
-    shared("--model", choices=NAMES, default="smollm2", help="what to run")
-    shared("--bind", default="tcp://127.0.0.1:0", help="where the transfer engine listens")
-    shared("--advertise", help="where other hosts reach it, if not at the address bound")
-    shared("--transport", choices=TRANSPORTS, help="use this one only, not the best that both have")
-    shared("--blocks", type=int, default=256, help="blocks of the KV cache")
-    shared("--block-size", type=int, default=16, help="tokens per block")
-    shared("--deadline", type=float, default=60.0, help="seconds that a prefill and its transfer may take")
-    shared("--threads", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="CPU threads of the model")
-    shared("--with-parent", action="store_true", help="end when standard input is closed")
+    add_model(parser)
+    parser.add_argument(
+        "--bind",
+        default="tcp://127.0.0.1:0",
+        help="tcp://host:port where the transfer engine listens, and where its peer must be able to connect; "
+        "port 0 takes a free one (default: %(default)s, for peers on this host)",
+    )
+    parser.add_argument(
+        "--advertise", help="tcp://host:port at which peers reach the engine (default: the address bound)"
+    )
+    parser.add_argument(
+        "--deadline",
+        type=seconds,
+        default=60.0,
+        help="seconds that a prefill and its transfer may take (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--with-parent", action="store_true", help="end when standard input is closed (default: no)"
+    )
     return parser
 
 
-def engine_for(cache: aiokv.KVCache, options: argparse.Namespace) -> aiokv.TransferEngine:
-    """The transfer engine that the command line asks for."""
+def start(main: Main, options: argparse.Namespace) -> int:
+    """Load the model, allocate the cache, and run ``main``; gives the exit status."""
+    try:
+        model = load(options.model)
+        # Before there is a loop, since making memory blocks; closed after the engine that uses it.
+        with closing(aiokv.KVCache.allocate(model.layout(options.blocks, options.block_size))) as cache:
+            try:
+                engine = _engine_for(cache, options)
+            except ValueError as error:  # an address that can't be meant
+                print(f"failed: {error}", file=sys.stderr)
+                return 2
+            return _run(main(model, engine, options), options)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _engine_for(cache: aiokv.KVCache, options: argparse.Namespace) -> aiokv.TransferEngine:
     transports = (options.transport,) if options.transport else TRANSPORTS
     return aiokv.TransferEngine(cache, bind=options.bind, advertise=options.advertise, transports=transports)
 
 
-def run(main: Coroutine[Any, Any, None], options: argparse.Namespace) -> None:
+def _run(main: Coroutine[Any, Any, int], options: argparse.Namespace) -> int:
     """Run ``main`` on uvloop until it returns, a signal comes, or the parent goes away."""
     torch.set_num_threads(options.threads)
     try:
-        uvloop.run(_until_told(main, with_parent=options.with_parent))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        return
+        return uvloop.run(_until_told(main, with_parent=options.with_parent))
+    except asyncio.CancelledError:
+        return 0
+    except (aiokv.AiokvError, OSError) as error:  # a port in use, say
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
 
 
 def tell_parent(**facts: str) -> None:
@@ -61,7 +141,7 @@ def tell_parent(**facts: str) -> None:
     print(json.dumps(facts), flush=True)
 
 
-async def _until_told(main: Coroutine[Any, Any, None], *, with_parent: bool) -> None:
+async def _until_told(main: Coroutine[Any, Any, int], *, with_parent: bool) -> int:
     loop = asyncio.get_running_loop()
     task = loop.create_task(main)
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
@@ -73,7 +153,7 @@ async def _until_told(main: Coroutine[Any, Any, None], *, with_parent: bool) -> 
     watch = loop.create_task(pipe.read())
     watch.add_done_callback(lambda _: task.cancel())
     try:
-        await task
+        return await task
     finally:
         watch.cancel()
         transport.close()

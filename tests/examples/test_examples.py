@@ -104,7 +104,7 @@ def test_each_process_can_be_started_alone_and_told_to_end() -> None:
             assert prefill.stdin and prefill.stdout
             address = json.loads(prefill.stdout.readline())["listen"]
             asked = ["decode.py", "--model=tiny-random", f"--prefill={address}", "--limit=9"]
-            output = run(*asked, typed="How are you?\nAnd yesterday?\n")
+            output = run(*asked, typed="How are you?\n\nAnd yesterday?\n")
             assert [len(line) for line in output.splitlines()] == [9, 9]
             prefill.stdin.close()
             assert prefill.wait(40) == 0

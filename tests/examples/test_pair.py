@@ -68,7 +68,7 @@ async def pair_of(model: Model, caches: Caches, kind: type[Prefill] = Prefill) -
         aiokv.TransferEngine(caches[0], transports=["shm"]) as left,
         aiokv.TransferEngine(caches[1], transports=["shm"]) as right,
     ):
-        prefill, decode = kind(model, caches[0], left, OPTIONS), Decode(model, caches[1], right, OPTIONS)
+        prefill, decode = kind(model, left, OPTIONS), Decode(model, right, OPTIONS)
         async with serve("127.0.0.1:0", prefill.answer) as address:
             yield Pair(prefill, decode, address)
     await asyncio.get_running_loop().shutdown_default_executor()
