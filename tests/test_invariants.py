@@ -37,7 +37,7 @@ def test_what_is_named_exists(file: str, test: str, case: str) -> None:
     assert test.startswith("test_")
     assert test in functions(TESTS / file)
     if case:
-        assert case in functions(ROOT / "aiokv" / "testing" / SUITES[file])
+        assert case in functions(ROOT / "aiokv" / "testing" / "conformance" / SUITES[file])
 
 
 def test_every_name_is_understood() -> None:

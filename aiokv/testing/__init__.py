@@ -15,9 +15,9 @@ To test code that uses aiokv, without a GPU, a network, or time:
 To test a transport, a channel or a device of your own: suites of async functions, ``CASES``, that run under
 any test framework and event loop, and that aiokv's own pass.
 
-* ``transports``, with a ``transport_kit.Kit`` that makes yours.
-* ``channels``, with a ``channel_kit.Kit`` that makes yours.
-* ``devices``, with a ``DeviceKit`` that makes yours.
+* ``conformance.transports``, with a ``conformance.transportkit.TransportKit`` that makes yours.
+* ``conformance.channels``, with a ``conformance.channelkit.ChannelKit`` that makes yours.
+* ``conformance.devices``, with a ``conformance.devices.DeviceKit`` that makes yours.
 
 To look for what nobody thought of:
 

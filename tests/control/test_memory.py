@@ -8,7 +8,7 @@ import pytest
 
 from aiokv.control.memory import MemoryNetwork
 from aiokv.errors import CapacityError
-from aiokv.testing.channel_kit import Inbox
+from aiokv.testing.conformance.channelkit import Inbox
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from aiokv.control import draining
 from aiokv.control.base import MAX_FRAME
 from aiokv.control.zmq import ZmqChannel
 from aiokv.errors import CapacityError, ClosedError
-from aiokv.testing.channel_kit import Inbox, opened, started
+from aiokv.testing.conformance.channelkit import Inbox, opened, started
 
 HERE = "tcp://127.0.0.1:0"
 

@@ -9,7 +9,7 @@ import pytest
 
 from aiokv.errors import CapacityError
 from aiokv.testing.channel import Faults, FaultyNetwork
-from aiokv.testing.channel_kit import Inbox
+from aiokv.testing.conformance.channelkit import Inbox
 
 A, B, C = "memory://a", "memory://b", "memory://c"
 

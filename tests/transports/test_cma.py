@@ -14,7 +14,7 @@ from aiokv.device.cache import KVCache
 from aiokv.device.mocked import MockedDevice
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
-from aiokv.testing.transport_kit import Kit
+from aiokv.testing.conformance.transportkit import TransportKit
 from aiokv.transports import cma
 from aiokv.transports.base import Transport
 from aiokv.transports.cma import CmaTransport
@@ -24,7 +24,7 @@ from aiokv.transports.vectors import VectorIO
 LAYOUT = CacheLayout.attention(layers=2, blocks=8, block_size=4, heads=2, head_size=8, dtype="float16")
 
 
-class TensorKit(Kit):
+class TensorKit(TransportKit):
     """Caches of tensors that somebody else allocated: one buffer for each layer."""
 
     def make_transport(self) -> Transport:

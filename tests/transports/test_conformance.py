@@ -5,8 +5,8 @@ import pytest
 from aiokv.device.cache import KVCache
 from aiokv.device.mocked import MockedDevice
 from aiokv.proto.layout import CacheLayout
-from aiokv.testing.transport_kit import Kit
-from aiokv.testing.transports import CASES, Case
+from aiokv.testing.conformance.transportkit import TransportKit
+from aiokv.testing.conformance.transports import CASES, Case
 from aiokv.transports.base import Transport
 from aiokv.transports.cma import CmaTransport
 from aiokv.transports.memory import MemoryHub, MemoryTransport
@@ -14,7 +14,7 @@ from aiokv.transports.shm import ShmTransport
 from aiokv.transports.tcp import TcpTransport
 
 
-class MemoryKit(Kit):
+class MemoryKit(TransportKit):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.hub = MemoryHub()
@@ -36,17 +36,17 @@ class MockedKit(MemoryKit):
         assert not self.device.hazards
 
 
-class ShmKit(Kit):
+class ShmKit(TransportKit):
     def make_transport(self) -> Transport:
         return ShmTransport()
 
 
-class CmaKit(Kit):
+class CmaKit(TransportKit):
     def make_transport(self) -> Transport:
         return CmaTransport()
 
 
-class TcpKit(Kit):
+class TcpKit(TransportKit):
     def make_transport(self) -> Transport:
         return TcpTransport()
 

@@ -16,7 +16,7 @@ import pytest
 
 from aiokv.device.cache import KVCache
 from aiokv.errors import PeerLostError
-from aiokv.testing.transport_kit import Engine
+from aiokv.testing.conformance.transportkit import Engine
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.cma import CmaTransport
 from aiokv.transports.mapping import off_loop

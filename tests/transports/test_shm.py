@@ -11,7 +11,7 @@ import torch
 from aiokv.device.cache import KVCache
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
-from aiokv.testing.transport_kit import Kit
+from aiokv.testing.conformance.transportkit import TransportKit
 from aiokv.transports import local
 from aiokv.transports.base import Transport
 from aiokv.transports.local import Offer
@@ -20,7 +20,7 @@ from aiokv.transports.shm import ShmTransport
 LAYOUT = CacheLayout.attention(layers=2, blocks=4, block_size=4, heads=2, head_size=8, dtype="float16")
 
 
-class ShmKit(Kit):
+class ShmKit(TransportKit):
     def make_transport(self) -> Transport:
         return ShmTransport()
 

@@ -12,7 +12,7 @@ from aiokv.device.mocked import MockedDevice
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.plan import Chunk
-from aiokv.testing.transport_kit import PATIENCE_S, Kit, Path, bytes_of
+from aiokv.testing.conformance.transportkit import PATIENCE_S, Path, TransportKit, bytes_of
 from aiokv.transports import receiver
 from aiokv.transports.base import PeerInfo, Transport
 from aiokv.transports.frames import pack, tag_of
@@ -21,12 +21,12 @@ from aiokv.transports.tcp import TcpTransport
 LAYOUT = CacheLayout.attention(layers=2, blocks=64, block_size=16, heads=8, head_size=64, dtype="float16")
 
 
-class TcpKit(Kit):
+class TcpKit(TransportKit):
     def make_transport(self) -> Transport:
         return TcpTransport()
 
 
-async def a_path(kit: Kit) -> Path:
+async def a_path(kit: TransportKit) -> Path:
     return await (await kit.engine(LAYOUT)).read_from(await kit.engine(LAYOUT))
 
 
@@ -158,7 +158,7 @@ async def test_a_consumer_that_talks_is_cut(seed: int) -> None:
 # -- the receiver
 
 
-def part_and_frame(path: Path, kit: Kit, **changes: int):
+def part_and_frame(path: Path, kit: TransportKit, **changes: int):
     part = path.part(kit, 1)
     chunk = part.chunks(1 << 12)[0]._replace(**changes)
     return part, chunk, pack(tag_of(part.id), chunk)

@@ -1,6 +1,6 @@
 """What every transport must do, as one suite of async functions.
 
-Describe a transport by a ``Kit`` and run each of ``CASES`` with it, under any test framework and
+Describe a transport by a ``TransportKit`` and run each of ``CASES`` with it, under any test framework and
 on any event loop::
 
     @pytest.mark.asyncio
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.placement import Placement
-from aiokv.testing.transport_kit import PATIENCE_S, Engine, Kit, Part, done
+from aiokv.testing.conformance.transportkit import PATIENCE_S, Engine, Part, TransportKit, done
 from aiokv.transports.base import Link, PeerInfo
 
 __all__ = ["CASES", "Case"]
@@ -40,7 +40,7 @@ _HALF = CacheLayout.attention(
 _LARGE = CacheLayout.attention(layers=2, blocks=64, block_size=16, heads=8, head_size=128, dtype="float16")
 
 
-Case = Callable[[Kit], Awaitable[None]]
+Case = Callable[[TransportKit], Awaitable[None]]
 
 
 async def _lost(*ends: Link) -> None:
@@ -53,7 +53,7 @@ async def _lost(*ends: Link) -> None:
             assert end.lost
 
 
-async def _moved(kit: Kit, *parts: Part, limit: int = 4096, shuffled: bool = True) -> None:
+async def _moved(kit: TransportKit, *parts: Part, limit: int = 4096, shuffled: bool = True) -> None:
     """Move all of several parts, chunks of all in a drawn order, and check all memory of both sides."""
     engines = {engine for part in parts for engine in (part.path.producer, part.path.consumer)}
     expected = {engine: engine.copy_of_memory() for engine in engines}
@@ -104,7 +104,7 @@ async def _eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def _settled(kit: Kit) -> None:
+async def _settled(kit: TransportKit) -> None:
     """Let everything happen that is going to."""
     await kit.drive()
     await asyncio.sleep(0.05)
@@ -113,43 +113,43 @@ async def _settled(kit: Kit) -> None:
 # -- the cases ------------------------------------------------------------------------------------
 
 
-async def moves_between_equal_layouts(kit: Kit) -> None:
+async def moves_between_equal_layouts(kit: TransportKit) -> None:
     """The granted blocks arrive, and no other byte changes."""
     path = await (await kit.engine(_PLAIN)).read_from(await kit.engine(_PLAIN))
     await _moved(kit, path.part(kit, 1))
 
 
-async def moves_between_block_sizes(kit: Kit) -> None:
+async def moves_between_block_sizes(kit: TransportKit) -> None:
     """Blocks of 4 tokens into blocks of 16, without the prefix that the consumer has."""
     path = await (await kit.engine(_COARSE)).read_from(await kit.engine(_PLAIN))
     await _moved(kit, path.part(kit, 1, first_token=5))
 
 
-async def moves_between_axis_orders(kit: Kit) -> None:
+async def moves_between_axis_orders(kit: TransportKit) -> None:
     """Small fragments: every token's head is a run of its own."""
     path = await (await kit.engine(_JOINED)).read_from(await kit.engine(_PLAIN))
     await _moved(kit, path.part(kit, 1), limit=700)
 
 
-async def moves_some_heads(kit: Kit) -> None:
+async def moves_some_heads(kit: TransportKit) -> None:
     """A producer that has half of the heads, with K and V apart."""
     path = await (await kit.engine(_PLAIN)).read_from(await kit.engine(_HALF))
     await _moved(kit, path.part(kit, 1))
 
 
-async def moves_parts_interleaved(kit: Kit) -> None:
+async def moves_parts_interleaved(kit: TransportKit) -> None:
     """Chunks of several parts over one link, in any order."""
     path = await (await kit.engine(_PLAIN)).read_from(await kit.engine(_PLAIN))
     await _moved(kit, *(path.part(kit, number, tokens=11 + number) for number in range(3)), limit=600)
 
 
-async def moves_large_chunks(kit: Kit) -> None:
+async def moves_large_chunks(kit: TransportKit) -> None:
     """Chunks that no socket buffer holds."""
     path = await (await kit.engine(_LARGE)).read_from(await kit.engine(_LARGE))
     await _moved(kit, path.part(kit, 1, tokens=900), path.part(kit, 2, tokens=100), limit=16 << 20)
 
 
-async def moves_both_ways(kit: Kit) -> None:
+async def moves_both_ways(kit: TransportKit) -> None:
     """Two engines that read from each other, at once."""
     a, b = await kit.engine(_PLAIN), await kit.engine(_COARSE)
     there, back = await a.read_from(b), await b.read_from(a)
@@ -157,7 +157,7 @@ async def moves_both_ways(kit: Kit) -> None:
     await _moved(kit, there.part(kit, 1), back.part(kit, 2), limit=600)
 
 
-async def moves_to_several_consumers(kit: Kit) -> None:
+async def moves_to_several_consumers(kit: TransportKit) -> None:
     """Links of one producer don't disturb each other, and neither does the end of one."""
     producer = await kit.engine(_PLAIN)
     first, second = [await (await kit.engine(_PLAIN)).read_from(producer) for _ in range(2)]
@@ -168,7 +168,7 @@ async def moves_to_several_consumers(kit: Kit) -> None:
     await _moved(kit, second.part(kit, 3, tokens=8))
 
 
-async def closed_by_the_consumer(kit: Kit) -> None:
+async def closed_by_the_consumer(kit: TransportKit) -> None:
     """The producer learns of it, forgets the link, and can be read through a new one."""
     producer, consumer = await kit.engine(_PLAIN), await kit.engine(_PLAIN)
     path = await consumer.read_from(producer)
@@ -183,7 +183,7 @@ async def closed_by_the_consumer(kit: Kit) -> None:
     await _moved(kit, again.part(kit, 1))
 
 
-async def closed_by_the_producer(kit: Kit) -> None:
+async def closed_by_the_producer(kit: TransportKit) -> None:
     """The consumer learns of it; the producer's end is lost when the consumer has answered."""
     path = await (await kit.engine(_PLAIN)).read_from(await kit.engine(_PLAIN))
     path.producer_end.close()
@@ -200,7 +200,7 @@ async def closed_by_the_producer(kit: Kit) -> None:
     _unchanged(path.consumer, before)
 
 
-async def closed_transport(kit: Kit) -> None:
+async def closed_transport(kit: TransportKit) -> None:
     """All links of a transport that is closed are lost at the other end, and it can't be used."""
     a, b = await kit.engine(_PLAIN), await kit.engine(_PLAIN)
     there, back = await a.read_from(b), await b.read_from(a)
@@ -218,7 +218,7 @@ async def closed_transport(kit: Kit) -> None:
     assert kit.make_transport().accepted(b"no such link") is None
 
 
-async def lost_in_the_middle(kit: Kit) -> None:
+async def lost_in_the_middle(kit: TransportKit) -> None:
     """After a link is lost nothing is written, and all that was submitted has ended."""
     path = await (await kit.engine(_LARGE)).read_from(await kit.engine(_LARGE))
     part = path.part(kit, 1, tokens=1000)
@@ -248,7 +248,7 @@ async def lost_in_the_middle(kit: Kit) -> None:
     assert part.arrived == told < part.plan.total or part.one_sided
 
 
-async def forgotten_in_the_middle(kit: Kit) -> None:
+async def forgotten_in_the_middle(kit: TransportKit) -> None:
     """What is under way to a part that was forgotten goes nowhere, and harms no other part."""
     path = await (await kit.engine(_LARGE)).read_from(await kit.engine(_LARGE))
     if path.consumer.transport.one_sided:
@@ -275,7 +275,7 @@ async def forgotten_in_the_middle(kit: Kit) -> None:
     assert not path.end.lost
 
 
-async def uninvited_data(kit: Kit) -> None:
+async def uninvited_data(kit: TransportKit) -> None:
     """Data of a part that was never expected cuts the link, and writes nothing."""
     path = await (await kit.engine(_PLAIN)).read_from(await kit.engine(_PLAIN))
     if path.consumer.transport.one_sided:
@@ -287,7 +287,7 @@ async def uninvited_data(kit: Kit) -> None:
     _unchanged(path.consumer, before)
 
 
-async def the_same_twice(kit: Kit) -> None:
+async def the_same_twice(kit: TransportKit) -> None:
     """A chunk that comes twice is not counted twice: the link is cut."""
     path = await (await kit.engine(_PLAIN)).read_from(await kit.engine(_PLAIN))
     if path.consumer.transport.one_sided:
@@ -305,7 +305,7 @@ async def the_same_twice(kit: Kit) -> None:
     assert part.arrived == chunk.nbytes
 
 
-async def wrong_token(kit: Kit) -> None:
+async def wrong_token(kit: TransportKit) -> None:
     """Who doesn't know the token is refused, and nobody else is disturbed."""
     producer, consumer = await kit.engine(_PLAIN), await kit.engine(_PLAIN)
     path = await consumer.read_from(producer)
@@ -315,7 +315,7 @@ async def wrong_token(kit: Kit) -> None:
     await _moved(kit, path.part(kit, 1))
 
 
-async def garbage_for_a_description(kit: Kit) -> None:
+async def garbage_for_a_description(kit: TransportKit) -> None:
     """What a peer may send in place of a description is refused, and nothing worse happens."""
     producer, consumer = await kit.engine(_PLAIN), await kit.engine(_PLAIN)
     true = producer.transport.describe()
@@ -325,7 +325,7 @@ async def garbage_for_a_description(kit: Kit) -> None:
             await consumer.transport.connect(description, producer.info)
 
 
-async def another_placement(kit: Kit) -> None:
+async def another_placement(kit: TransportKit) -> None:
     """A one-sided consumer that was told of other buffers is not let near the real ones."""
     producer, consumer = await kit.engine(_PLAIN), await kit.engine(_PLAIN)
     if not consumer.transport.one_sided:
@@ -337,7 +337,7 @@ async def another_placement(kit: Kit) -> None:
             await consumer.transport.connect(producer.transport.describe(), info)
 
 
-async def cancelled_connect(kit: Kit) -> None:
+async def cancelled_connect(kit: TransportKit) -> None:
     """A connect that is cancelled, wherever it waits, leaves nothing at either end."""
     producer, consumer = await kit.engine(_PLAIN), await kit.engine(_PLAIN)
     (await consumer.read_from(producer)).end.close()  # whatever is made once is made now
@@ -363,7 +363,7 @@ async def cancelled_connect(kit: Kit) -> None:
     await _eventually(lambda: _descriptors() == before)
 
 
-async def misused(kit: Kit) -> None:
+async def misused(kit: TransportKit) -> None:
     """Each end refuses what is not its business, and a transport what it is not ready for."""
     path = await (await kit.engine(_PLAIN)).read_from(await kit.engine(_PLAIN))
     part, stream = path.part(kit, 1), path.producer.cache.device.stream()
@@ -387,7 +387,7 @@ async def misused(kit: Kit) -> None:
     await fresh.aclose()
 
 
-async def many_lives(kit: Kit) -> None:
+async def many_lives(kit: TransportKit) -> None:
     """Fifty engines come, are read from, and go; nothing of them is left."""
     consumer = await kit.engine(_PLAIN)
     cache = await kit.cache(_PLAIN)

@@ -22,14 +22,14 @@ from aiokv.proto.plan import Chunk, CopyPlan, GroupBlocks, Side, plan_copy
 from aiokv.transports.base import Link, PartId, PeerInfo, Transport
 from aiokv.transports.mapping import off_loop
 
-__all__ = ["PATIENCE_S", "Engine", "Kit", "Part", "Path", "bytes_of", "done"]
+__all__ = ["PATIENCE_S", "Engine", "Part", "Path", "TransportKit", "bytes_of", "done"]
 
 #: Seconds for what should take milliseconds.
 PATIENCE_S = 20.0
 _HOST = "127.0.0.1"
 
 
-class Kit(abc.ABC):
+class TransportKit(abc.ABC):
     """One kind of transport, and the caches that it works on. An async context manager.
 
     Args:
@@ -74,7 +74,7 @@ class Kit(abc.ABC):
         await transport.start(cache, _HOST)
         return Engine(transport, cache)
 
-    async def __aenter__(self) -> Kit:
+    async def __aenter__(self) -> TransportKit:
         """Nothing is made before it is needed."""
         return self
 
@@ -126,7 +126,7 @@ class Path:
     end: Link
     producer_end: Link
 
-    def part(self, kit: Kit, number: int, *, tokens: int = 13, first_token: int = 0) -> Part:
+    def part(self, kit: TransportKit, number: int, *, tokens: int = 13, first_token: int = 0) -> Part:
         """A part with drawn blocks at both sides, which no other part has."""
         sides = []
         for engine in (self.producer, self.consumer):
@@ -180,7 +180,7 @@ class Part:
         self.landed[layer] = self.landed.get(layer, 0) + nbytes
         self.bell.set()
 
-    async def move(self, kit: Kit, chunk: Chunk) -> None:
+    async def move(self, kit: TransportKit, chunk: Chunk) -> None:
         """Move one chunk, and wait until the side that submitted it is done with it."""
         stream: Stream
         if self.one_sided:
@@ -234,7 +234,7 @@ def bytes_of(buffer: object) -> NDArray[np.uint8]:
     return np.frombuffer(buffer.view, dtype=np.uint8)  # type: ignore[attr-defined]
 
 
-async def done(kit: Kit, event: Event, stream: object) -> None:
+async def done(kit: TransportKit, event: Event, stream: object) -> None:
     """Wait until ``event`` is done."""
     await kit.drive()
     async with asyncio.timeout(PATIENCE_S):

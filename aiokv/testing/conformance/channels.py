@@ -1,6 +1,6 @@
 """What every ``Channel`` must do, as cases to run against any of them.
 
-Run each of ``CASES`` with a ``channel_kit.Kit`` of your channel, on each loop that it shall work on::
+Run each of ``CASES`` with a ``channelkit.ChannelKit`` of your channel, on each loop that it shall work on::
 
     @pytest.mark.parametrize("case", channels.CASES)
     @pytest.mark.asyncio
@@ -19,10 +19,10 @@ from collections.abc import Awaitable, Callable
 
 from aiokv.control.base import MAX_FRAME
 from aiokv.errors import CapacityError, ClosedError, LocalProtocolError
-from aiokv.testing.channel_kit import (
+from aiokv.testing.conformance.channelkit import (
     PATIENCE,
+    ChannelKit,
     Inbox,
-    Kit,
     descriptors,
     nowhere,
     opened,
@@ -36,7 +36,7 @@ __all__ = ["CASES"]
 # -- frames ---------------------------------------------------------------------------------------
 
 
-async def order_is_kept_both_ways(kit: Kit) -> None:
+async def order_is_kept_both_ways(kit: ChannelKit) -> None:
     """Two ends that send at the same time each get the other's frames, all, once and in order."""
     async with opened(kit) as (a, b):
         numbers = [b"%d" % i for i in range(3000)]
@@ -47,7 +47,7 @@ async def order_is_kept_both_ways(kit: Kit) -> None:
         assert await b.inbox.until(len(numbers)) == numbers
 
 
-async def many_peers_meet_at_one(kit: Kit) -> None:
+async def many_peers_meet_at_one(kit: ChannelKit) -> None:
     """Each of 20 peers gets its frames through in its own order, and is answered."""
     async with opened(kit, 21) as (hub, *spokes):
         for name, spoke in enumerate(spokes):
@@ -64,7 +64,7 @@ async def many_peers_meet_at_one(kit: Kit) -> None:
             assert await spoke.inbox.until(1) == [spoke.address.encode()]
 
 
-async def frames_arrive_as_they_were(kit: Kit) -> None:
+async def frames_arrive_as_they_were(kit: ChannelKit) -> None:
     """Empty, of one zero byte, and of every size up to the largest."""
     async with opened(kit) as (a, b):
         port = a.channel.open(b.address)
@@ -76,7 +76,7 @@ async def frames_arrive_as_they_were(kit: Kit) -> None:
         assert {type(frame) for frame in b.inbox.frames} == {bytes}
 
 
-async def oversize_is_refused(kit: Kit) -> None:
+async def oversize_is_refused(kit: ChannelKit) -> None:
     """By the sender, and the port goes on."""
     async with opened(kit) as (a, b):
         port = a.channel.open(b.address)
@@ -85,7 +85,7 @@ async def oversize_is_refused(kit: Kit) -> None:
         assert await b.inbox.until(1) == [b"next"]
 
 
-async def burst_is_taken(kit: Kit) -> None:
+async def burst_is_taken(kit: ChannelKit) -> None:
     """10,000 frames sent in one go."""
     async with opened(kit, queue=10_000) as (a, b):
         port = a.channel.open(b.address)
@@ -95,7 +95,7 @@ async def burst_is_taken(kit: Kit) -> None:
         assert await b.inbox.until(len(frames)) == frames
 
 
-async def flood_leaves_the_loop_its_turns(kit: Kit) -> None:
+async def flood_leaves_the_loop_its_turns(kit: ChannelKit) -> None:
     """While thousands of frames are delivered, other callbacks of the loop run."""
     async with opened(kit, queue=10_000) as (a, b):
         port = a.channel.open(b.address)
@@ -109,7 +109,7 @@ async def flood_leaves_the_loop_its_turns(kit: Kit) -> None:
         assert len(seen_at_turns) >= 10
 
 
-async def sender_need_not_wait_for_the_receiver(kit: Kit) -> None:
+async def sender_need_not_wait_for_the_receiver(kit: ChannelKit) -> None:
     """Frames to an address that is bound only later arrive there."""
     make = kit(queue=4096)
     address, a = await nowhere(make), await started(make)
@@ -123,7 +123,7 @@ async def sender_need_not_wait_for_the_receiver(kit: Kit) -> None:
     await b.channel.aclose()
 
 
-async def callback_may_raise(kit: Kit) -> None:
+async def callback_may_raise(kit: ChannelKit) -> None:
     """What comes out of the callback goes to the loop's exception handler, and stops nothing."""
     loop = asyncio.get_running_loop()
     errors: list[object] = []
@@ -159,7 +159,7 @@ async def callback_may_raise(kit: Kit) -> None:
 # -- limits ---------------------------------------------------------------------------------------
 
 
-async def queue_is_bounded(kit: Kit) -> None:
+async def queue_is_bounded(kit: ChannelKit) -> None:
     """A dead address takes ``queue`` frames and no more; other ports don't notice."""
     make = kit(queue=64)
     dead, a, b = await nowhere(make), await started(make), await started(make)
@@ -176,7 +176,7 @@ async def queue_is_bounded(kit: Kit) -> None:
     await b.channel.aclose()
 
 
-async def bound_moves_on_with_the_reader(kit: Kit) -> None:
+async def bound_moves_on_with_the_reader(kit: ChannelKit) -> None:
     """After CapacityError, a peer that reads again makes room, and nothing taken was lost."""
     make = kit(queue=64)
     address, a = await nowhere(make), await started(make)
@@ -195,7 +195,7 @@ async def bound_moves_on_with_the_reader(kit: Kit) -> None:
 # -- beginning and end ----------------------------------------------------------------------------
 
 
-async def closed_is_closed(kit: Kit) -> None:
+async def closed_is_closed(kit: ChannelKit) -> None:
     """Closing twice is fine; using what is closed is ClosedError."""
     async with opened(kit) as (a, b):
         port, other = a.channel.open(b.address), a.channel.open(b.address)
@@ -213,7 +213,7 @@ async def closed_is_closed(kit: Kit) -> None:
         await start_fails(ClosedError, b.channel)
 
 
-async def misuse_is_told(kit: Kit) -> None:
+async def misuse_is_told(kit: ChannelKit) -> None:
     """A second start, a port before the first, an address that is none."""
     make = kit(queue=4096)
     new = make(None)
@@ -225,7 +225,7 @@ async def misuse_is_told(kit: Kit) -> None:
     await new.aclose()
 
 
-async def callback_may_close(kit: Kit) -> None:
+async def callback_may_close(kit: ChannelKit) -> None:
     """A port in the callback, and the channel from a task that it starts; nothing is delivered after that."""
     make = kit(queue=4096)
     channel, peer = make(None), await started(make)
@@ -252,7 +252,7 @@ async def callback_may_close(kit: Kit) -> None:
     await peer.channel.aclose()
 
 
-async def address_in_use_is_told(kit: Kit) -> None:
+async def address_in_use_is_told(kit: ChannelKit) -> None:
     """With EADDRINUSE and the address; the holder isn't disturbed, and the other can have it later."""
     make = kit(queue=4096)
     a, b = await started(make), await started(make)
@@ -271,7 +271,7 @@ async def address_in_use_is_told(kit: Kit) -> None:
     await a.channel.aclose()
 
 
-async def address_is_free_after_aclose(kit: Kit) -> None:
+async def address_is_free_after_aclose(kit: ChannelKit) -> None:
     """For another channel at once, and a port that was open before reaches that."""
     make = kit(queue=4096)
     a, b = await started(make), await started(make)
@@ -291,7 +291,7 @@ async def address_is_free_after_aclose(kit: Kit) -> None:
     await b.channel.aclose()
 
 
-async def aclose_drops_what_nobody_takes(kit: Kit) -> None:
+async def aclose_drops_what_nobody_takes(kit: ChannelKit) -> None:
     """Frames queued for a dead address don't keep the channel from closing, and don't come out later."""
     make = kit(queue=4096)
     dead, a = await nowhere(make), await started(make)
@@ -306,7 +306,7 @@ async def aclose_drops_what_nobody_takes(kit: Kit) -> None:
     await b.channel.aclose()
 
 
-async def restarts_leak_nothing(kit: Kit) -> None:
+async def restarts_leak_nothing(kit: ChannelKit) -> None:
     """Fifty lives of a pair leave no descriptor."""
     counts = []
     for _ in range(50):
@@ -317,7 +317,7 @@ async def restarts_leak_nothing(kit: Kit) -> None:
     assert counts[-1] <= counts[0]
 
 
-async def cancelled_start_leaves_nothing(kit: Kit) -> None:
+async def cancelled_start_leaves_nothing(kit: ChannelKit) -> None:
     """However far it got, the address is free and no descriptor is left."""
     make = kit(queue=4096)
     address = await nowhere(make)
@@ -334,7 +334,7 @@ async def cancelled_start_leaves_nothing(kit: Kit) -> None:
         await (await started(make, address)).channel.aclose()
 
 
-async def cancelled_aclose_still_closes(kit: Kit) -> None:
+async def cancelled_aclose_still_closes(kit: ChannelKit) -> None:
     """And a second aclose waits until it has."""
     make = kit(queue=4096)
     before = await descriptors()
@@ -348,7 +348,7 @@ async def cancelled_aclose_still_closes(kit: Kit) -> None:
     await (await started(make, a.address)).channel.aclose()
 
 
-CASES: tuple[Callable[[Kit], Awaitable[None]], ...] = (
+CASES: tuple[Callable[[ChannelKit], Awaitable[None]], ...] = (
     order_is_kept_both_ways,
     many_peers_meet_at_one,
     frames_arrive_as_they_were,

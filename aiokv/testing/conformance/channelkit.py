@@ -1,4 +1,4 @@
-"""What the cases in ``channels`` are written with: networks of channels, and what they got."""
+"""What the cases for channels are written with: networks of channels, and what they got."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from aiokv.errors import CapacityError
 
 __all__ = [
     "PATIENCE",
+    "ChannelKit",
     "End",
     "Inbox",
-    "Kit",
     "descriptors",
     "nowhere",
     "opened",
@@ -29,7 +29,7 @@ __all__ = [
 PATIENCE = 20
 
 
-class Kit(Protocol):
+class ChannelKit(Protocol):
     """Makes a network of its own at each call."""
 
     def __call__(self, *, queue: int) -> Callable[[str | None], Channel]:
@@ -81,7 +81,7 @@ class End:
 
 
 @asynccontextmanager
-async def opened(kit: Kit, count: int = 2, *, queue: int = 4096) -> AsyncIterator[list[End]]:
+async def opened(kit: ChannelKit, count: int = 2, *, queue: int = 4096) -> AsyncIterator[list[End]]:
     """So many channels that can reach each other, started, and closed in the end."""
     make = kit(queue=queue)
     ends: list[End] = []
