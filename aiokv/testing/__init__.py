@@ -6,7 +6,7 @@ To test code that uses aiokv, without a GPU, a network, or time:
   ``check_idle`` asserts that nothing is held any more, ``virtual_time`` runs an async test in no time.
 * ``virtual``: event loops in virtual time. What takes a minute happens in a millisecond, the same way each
   time; a deadlock is an error that says who waits for what.
-* ``channel``: ``FaultyNetwork``, a control plane that drops, doubles, delays and reorders frames, by a seed
+* ``faultynetwork``: ``FaultyNetwork``, a control plane that drops, doubles, delays and reorders frames, by a seed
   or as told, and whose links are cut and engines killed.
 * ``aiokv.device.mocked``: ``MockedDevice``, whose streams are stepped by hand or in an order drawn from a
   seed, and which notes every access that no event orders.

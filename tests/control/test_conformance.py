@@ -8,8 +8,8 @@ import pytest
 
 from aiokv.control.memory import MemoryNetwork
 from aiokv.control.zmq import ZmqChannel
-from aiokv.testing.channel import FaultyNetwork
 from aiokv.testing.conformance import channels
+from aiokv.testing.faultynetwork import FaultyNetwork
 
 
 def over_zmq(*, queue):

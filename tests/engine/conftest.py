@@ -17,7 +17,7 @@ from aiokv.errors import AiokvError
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.parts import State
 from aiokv.proto.settings import SECOND, Settings
-from aiokv.testing.channel import FaultyNetwork
+from aiokv.testing.faultynetwork import FaultyNetwork
 from aiokv.testing.virtual import VirtualLoop, VirtualTime
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.memory import MemoryHub, MemoryTransport

@@ -15,7 +15,7 @@ from aiokv.device.cache import KVCache
 from aiokv.engine.engine import TransferEngine
 from aiokv.errors import ClosedError, DeviceError, PeerLostError, TransferAborted
 from aiokv.proto.settings import SECOND, Settings
-from aiokv.testing.channel import FaultyNetwork
+from aiokv.testing.faultynetwork import FaultyNetwork
 from aiokv.testing.pairs import Engines, check_idle, connected_pair, settle, transfer, virtual_time
 from aiokv.testing.virtual import VirtualLoop
 from aiokv.transports.memory import MemoryTransport

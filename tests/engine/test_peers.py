@@ -25,7 +25,7 @@ from aiokv.proto.messages import (
 )
 from aiokv.proto.placement import Placement
 from aiokv.proto.settings import Settings
-from aiokv.testing.channel import Faults, FaultyNetwork
+from aiokv.testing.faultynetwork import Faults, FaultyNetwork
 from aiokv.testing.pairs import LAYOUT, Engines, check_idle, kv_of, settle, transfer, virtual_time
 
 VERSION_1 = Hello((1, 1), "memory://raw", LAYOUT, Placement.dense(LAYOUT), {})

@@ -15,7 +15,7 @@ from aiokv.engine.engine import TransferEngine
 from aiokv.errors import AiokvError, PeerLostError, TransferAborted
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.settings import SECOND, Settings
-from aiokv.testing.channel import FaultyNetwork
+from aiokv.testing.faultynetwork import FaultyNetwork
 from aiokv.transports.base import Link, PeerInfo, Transport
 from aiokv.transports.receiver import Receiver
 from aiokv.transports.tcp import TcpTransport

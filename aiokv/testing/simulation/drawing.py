@@ -9,7 +9,7 @@ from typing import Literal
 
 from aiokv.proto.layout import CacheLayout, GroupLayout
 from aiokv.proto.settings import Settings
-from aiokv.testing.channel import Faults
+from aiokv.testing.faultynetwork import Faults
 from aiokv.testing.simulation import trouble
 from aiokv.testing.simulation.scenario import (
     FAST_S,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aiokv.testing.channel import Faults
+from aiokv.testing.faultynetwork import Faults
 from aiokv.testing.simulation.process import Process
 from aiokv.testing.simulation.scenario import Fault
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aiokv.control.memory import MemoryPort
 from aiokv.proto.messages import Frame, decode_frame, decode_messages
-from aiokv.testing.channel import Faults, FaultyNetwork
+from aiokv.testing.faultynetwork import Faults, FaultyNetwork
 
 if TYPE_CHECKING:
     from aiokv.testing.simulation.world import World

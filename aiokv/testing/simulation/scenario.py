@@ -12,7 +12,7 @@ from typing import Literal
 
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.settings import Settings
-from aiokv.testing.channel import Faults
+from aiokv.testing.faultynetwork import Faults
 
 __all__ = [
     "FAST_S",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from aiokv.testing.channel import Faults
+from aiokv.testing.faultynetwork import Faults
 from aiokv.testing.simulation.run import Report, play
 from aiokv.testing.simulation.scenario import Request, Scenario
 

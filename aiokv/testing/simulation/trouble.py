@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from aiokv.testing.channel import Faults
+from aiokv.testing.faultynetwork import Faults
 from aiokv.testing.simulation.scenario import (
     MOST_SILENCE_S,
     Fault,

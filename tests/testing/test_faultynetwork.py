@@ -8,8 +8,8 @@ import collections
 import pytest
 
 from aiokv.errors import CapacityError
-from aiokv.testing.channel import Faults, FaultyNetwork
 from aiokv.testing.conformance.channelkit import Inbox
+from aiokv.testing.faultynetwork import Faults, FaultyNetwork
 
 A, B, C = "memory://a", "memory://b", "memory://c"
 
