@@ -254,7 +254,7 @@ class Peers:
         if session.phase is Phase.ENDED:
             return
         peer = self.peer_of(session)
-        if tell and peer is not None and session.phase is Phase.UP:
+        if tell and peer is not None:  # also whom we haven't heard yet: it may have heard us
             session.send(Bye(as_text(error)))
             self.flush()
             if self.peer_of(session) is None:

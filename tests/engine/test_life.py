@@ -260,6 +260,28 @@ async def test_cancelling_who_closes_does_not_stop_it_and_comes_out_at_the_end()
 
 
 @virtual_time
+@pytest.mark.parametrize("role", ["offer", "fetch"])
+async def test_who_closes_before_it_was_answered_says_goodbye_all_the_same(role: str) -> None:
+    async with Engines() as engines:
+        closing, left = await engines.add("closing"), await engines.add("left")
+        if role == "offer":
+            handle: Offer | Fetch = closing.offer("t", [1], to=[left.address])
+        else:
+            handle = closing.fetch("t", [1], sources=[left.address])
+        handle.start()
+        handle.cancel()
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        await engines.close(closing)
+        await settle(left)
+        assert left.statistics().sessions == 0
+        await left.aclose()
+        assert loop.time() == begun  # it waits for nobody to read what it said
+        with pytest.raises(TransferAborted):
+            await handle.wait()
+
+
+@virtual_time
 async def test_closing_waits_for_a_peer_that_is_gone_no_longer_than_it_must() -> None:
     async with Engines(settings=Settings(close_ns=7 * SECOND)) as engines:
         producer, consumer = await engines.add("p"), await engines.add("c")
