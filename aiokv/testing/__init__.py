@@ -17,7 +17,7 @@ any test framework and event loop, and that aiokv's own pass.
 
 * ``conformance.transports``, with a ``conformance.transportkit.TransportKit`` that makes yours.
 * ``conformance.channels``, with a ``conformance.channelkit.ChannelKit`` that makes yours.
-* ``conformance.devices``, with a ``conformance.devices.DeviceKit`` that makes yours.
+* ``conformance.devices``, with a ``conformance.devicekit.DeviceKit`` that makes yours.
 
 To look for what nobody thought of:
 

@@ -7,7 +7,8 @@ import pytest
 from aiokv.device.base import Buffer, Stream
 from aiokv.device.host import HostBuffer, HostDevice
 from aiokv.device.mocked import MockedBuffer, MockedDevice, MockedStream
-from aiokv.testing.conformance.devices import CASES, Case, DeviceKit
+from aiokv.testing.conformance.devicekit import DeviceKit
+from aiokv.testing.conformance.devices import CASES, Case
 
 
 class HostKit(DeviceKit):
