@@ -49,6 +49,8 @@ class BlockLeases:
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
         self._counts = [np.zeros(group.blocks, np.int32) for group in layout.groups]
+        #: Where each block stands in the list that was checked last; never cleared, so old entries mean nothing.
+        self._places = [np.zeros(group.blocks, np.int64) for group in layout.groups]
         #: Leases that are out, of both kinds.
         self.out = 0
 
@@ -78,11 +80,14 @@ class BlockLeases:
     ) -> None:
         if not ids.size:
             return
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= counts.size:
-            bad = low if low < 0 else high
+        # As an unsigned number, a negative id is a huge one.
+        if ids.view(np.uint64).max() >= counts.size:
+            bad = int(ids.min()) if ids.min() < 0 else int(ids.max())
             raise InvalidBlocks(f"group {group}: there is no block {bad}, the cache has 0..{counts.size - 1}")
-        if np.unique(ids).size != ids.size:
+        # Of a block that stands there twice, only the last place is kept.
+        places, order = self._places[group], np.arange(ids.size)
+        places[ids] = order
+        if not np.array_equal(places[ids], order):
             values, times = np.unique(ids, return_counts=True)
             raise InvalidBlocks(f"group {group}: block {int(values[times > 1][0])} stands twice in one list")
         held = counts[ids]

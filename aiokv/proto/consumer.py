@@ -27,6 +27,8 @@ class Consumer:
     def __init__(self, ledger: Ledger, waiting: Waiting) -> None:
         self._ledger = ledger
         self._waiting = waiting
+        #: All layers, as a bit mask.
+        self._everything = (1 << ledger.layout.layers) - 1
 
     # -- calls of the user
 
@@ -192,10 +194,6 @@ class Consumer:
             self._ledger.act(ActionKind.MOVE, part, new)
 
     # -- small parts
-
-    @property
-    def _everything(self) -> int:
-        return (1 << self._ledger.layout.layers) - 1
 
     def _refuse(self, session: Session, offer: Offer, reason: str, text: str) -> None:
         session.send(Refuse(offer.tid, offer.attempt, "consumer", reason, as_text(text)))

@@ -336,6 +336,8 @@ class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
         The number of blocks, the block size, the axis order, K and V split or not, and the
         range of heads may differ: a copy plan bridges those.
         """
+        if self == other:
+            return
         if self.model != other.model:
             yield f"model fingerprint {self.model.hex() or 'empty'} against {other.model.hex() or 'empty'}"
         if len(self.groups) != len(other.groups):
@@ -344,10 +346,15 @@ class CacheLayout(msgspec.Struct, frozen=True, array_like=True):
         for index, (mine, theirs) in enumerate(zip(self.groups, other.groups, strict=True)):
             for name in ("kind", "layers", "total_heads", "head_size", "dtype", "window", "halves"):
                 ours, others = getattr(mine, name), getattr(theirs, name)
-                if ours != others:
-                    if name == "layers":
-                        ours, others = f"{len(ours)} layers", f"{len(others)} layers"
+                if ours == others:
+                    continue
+                if name != "layers":
                     yield f"group {index}: {name} {ours} against {others}"
+                elif len(ours) != len(others):
+                    yield f"group {index}: {len(ours)} layers against {len(others)}"
+                else:
+                    moved = next(pair for pair in zip(ours, others, strict=True) if pair[0] != pair[1])
+                    yield f"group {index}: layer {moved[0]} where the other has layer {moved[1]}"
 
     def check_compatible(self, other: CacheLayout, who: str) -> None:
         """Do nothing where ``other``, the cache of ``who``, can hold the same KV.

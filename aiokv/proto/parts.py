@@ -33,6 +33,9 @@ class State(enum.Enum):
     #: Somebody gave it up.
     ABORTED = "aborted"
 
+    # By identity, which is what equality is here: Enum's own hashes the name, in Python.
+    __hash__ = object.__hash__
+
 
 class Event(enum.Enum):
     """What can happen to a part."""
@@ -49,6 +52,8 @@ class Event(enum.Enum):
     FAIL = "fail"
     #: Nothing in flight can touch the blocks any more.
     QUIET = "quiet"
+
+    __hash__ = object.__hash__
 
 
 #: States without exit.

@@ -38,6 +38,7 @@ class Producer:
         self._waiting = waiting
         #: Parts whose consumer is to be told of more layers at the end of the turn.
         self._news: dict[Part, None] = {}
+        self._bitmap_bytes = (ledger.layout.layers + 7) // 8
 
     # -- calls of the user
 
@@ -139,17 +140,17 @@ class Producer:
             if not part:
                 return
         if isinstance(part, str):
-            self._refuse(session, grant, part, "the offer has no reader left for this engine")
+            self._refuse(session, grant, part, "the offer has no reader left for this engine", offering)
             return
         reason, text = self._fault(session, offering, grant)
         if reason or session.hello is None:
-            self._refuse(session, grant, reason, text)
+            self._refuse(session, grant, reason, text, offering)
             return
         try:
             peer_blocks = unpack_blocks(grant.blocks, session.hello.layout) if grant.blocks else ()
         except RemoteProtocolError as error:
             # Refused and not raised: a grant that waited is looked at in the middle of offer().
-            self._refuse(session, grant, "blocks", str(error))
+            self._refuse(session, grant, "blocks", str(error), offering)
             return
         if part.session is not session:
             self._ledger.rebind(part, session, now)
@@ -218,7 +219,11 @@ class Producer:
             self._ledger.act(ActionKind.MOVE, part, new)
 
     def _bitmap(self, mask: int) -> bytes:
-        return mask.to_bytes((self._ledger.layout.layers + 7) // 8, "little")
+        return mask.to_bytes(self._bitmap_bytes, "little")
 
-    def _refuse(self, session: Session, grant: Grant, reason: str, text: str) -> None:
+    def _refuse(
+        self, session: Session, grant: Grant, reason: str, text: str, offering: Offering | None = None
+    ) -> None:
         session.send(Refuse(grant.tid, grant.attempt, "producer", reason, as_text(text)))
+        if offering is not None:
+            offering.refusal = f"{session.address}: {text}"
