@@ -1,13 +1,17 @@
-"""What aiokv is tested with, for your tests, too. Import the module that you need; none imports pytest.
+"""What aiokv is tested with, for your tests, too. ``docs/testing.md`` shows each of it at work.
+
+Import the module that you need; only ``plugin`` imports pytest.
 
 To test code that uses aiokv, without a GPU, a network, or time:
 
 * ``pairs``: engines of one process. ``connected_pair`` is two that have met, ``Engines`` any number,
   ``check_idle`` asserts that nothing is held any more, ``virtual_time`` runs an async test in no time.
+* ``cancelling``: cancels a task at any one of its awaits, to see that it leaves nothing behind there.
 * ``virtual``: event loops in virtual time. What takes a minute happens in a millisecond, the same way each
   time; a deadlock is an error that says who waits for what.
-* ``faultynetwork``: ``FaultyNetwork``, a control plane that drops, doubles, delays and reorders frames, by a seed
-  or as told, and whose links are cut and engines killed.
+* ``plugin``: fixtures for pytest, for who asks for them: ``pytest_plugins = ["aiokv.testing.plugin"]``.
+* ``faultynetwork``: ``FaultyNetwork``, a control plane that drops, doubles, delays and reorders frames, by a
+  seed or as told, and whose links are cut and engines killed.
 * ``aiokv.device.mocked``: ``MockedDevice``, whose streams are stepped by hand or in an order drawn from a
   seed, and which notes every access that no event orders.
 * ``tables``: the protocol alone. Transfer tables joined by their sessions, without loop, bytes or clock.
