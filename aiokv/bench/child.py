@@ -14,7 +14,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -57,6 +57,11 @@ class Child:
             raise ChildFailed("the process has no pipe")
         self._process.stdin.write(json.dumps({"do": do, **facts}).encode() + b"\n")
 
+    def signal(self, number: int) -> None:
+        """Send it a signal; one that has ended gets none."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
     async def heard(self) -> dict[str, Any]:
         """What it says next.
 
@@ -71,12 +76,19 @@ class Child:
 
 
 @asynccontextmanager
-async def child(function: str, *, fds: Sequence[int] = (), **options: object) -> AsyncIterator[Child]:
+async def child(
+    function: str,
+    *,
+    fds: Sequence[int] = (),
+    environment: Mapping[str, str] | None = None,
+    **options: object,
+) -> AsyncIterator[Child]:
     """A process that runs a function; killed and waited for when the context ends, however it does.
 
     Args:
         function: ``module:name``.
         fds: Descriptors that it inherits, under the same numbers.
+        environment: Variables that it has besides those of this process.
         options: Passed on, as JSON.
     """
     root = str(Path(aiokv.__file__).parents[1])
@@ -92,7 +104,7 @@ async def child(function: str, *, fds: Sequence[int] = (), **options: object) ->
         stdout=asyncio.subprocess.PIPE,
         limit=_LIMIT,
         pass_fds=fds,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(paths)},
     )
     try:
         yield Child(process)

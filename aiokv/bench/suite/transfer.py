@@ -20,11 +20,12 @@ import numpy as np
 import uvloop
 
 from aiokv.bench import source
-from aiokv.bench.child import Child, child
+from aiokv.bench.child import Child, ChildFailed, child
 from aiokv.bench.figures import Spread, highest, lowest, over, quantile
 from aiokv.bench.lag import Ticker
 from aiokv.bench.moves import Fetches, RemoteOffers, Work, copies, raw_reads, raw_sockets
 from aiokv.bench.partner import Partner
+from aiokv.bench.peers.pair import LIBRARIES, Pair, joined
 from aiokv.bench.raw import PlainCopy, ProcessReads, RawReader
 from aiokv.bench.registry import Options
 from aiokv.bench.report import Cell, Goal, Report
@@ -51,6 +52,9 @@ _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 _REMOTE = ("shm", "cma", "tcp")
 _OURS = ("memory", *_REMOTE)
 _SOCKETS, _READV, _COPY = "raw sockets", "process_vm_readv", "plain copy"
+_ONE = "one at a time, GB/s"
+#: Seconds that another library may take to come up.
+_PATIENCE_S = 60
 #: Transfers at once, where several are.
 _SEVERAL = 8
 
@@ -70,13 +74,21 @@ class _Bench:
     """All ways to move bytes into one buffer, and the process where they come from."""
 
     ways: dict[str, Way]
-    fetches: dict[str, Fetches]
     peer: Child
     into: HostBuffer
+    others: list[Pair]
+
+    def ways_for(self, work: Work) -> dict[str, Way]:
+        """Those that can do it: most of what is bare moves one range at a time, and not every library all."""
+        left_out = {_SOCKETS, _COPY} if work.paged else set()
+        if work.at_once > 1:
+            left_out |= {_SOCKETS, _READV, _COPY}
+        found = {name: way for name, way in self.ways.items() if name not in left_out}
+        return found | {other.library.name: other.move for other in self.others if other.can(work)}
 
 
 @asynccontextmanager
-async def _bench(nbytes: int) -> AsyncIterator[_Bench]:
+async def _bench(report: Report, options: Options, nbytes: int) -> AsyncIterator[_Bench]:
     streams, threads = _threads_of(TcpTransport, "streams"), _threads_of(ShmTransport, "threads")
     async with AsyncExitStack() as stack:
         into, near = [
@@ -107,7 +119,24 @@ async def _bench(nbytes: int) -> AsyncIterator[_Bench]:
         ways[_SOCKETS] = partial(raw_sockets, reader, into.view)
         ways[_READV] = partial(raw_reads, reads)
         ways[_COPY] = partial(copies, copy)
-        yield _Bench(ways, fetches, peer, into)
+        others = await _others(stack, report) if options.peers else []
+        yield _Bench(ways, peer, into, others)
+
+
+async def _others(stack: AsyncExitStack, report: Report) -> list[Pair]:
+    """Other libraries, as far as they are installed and work."""
+    found = []
+    for library in LIBRARIES:
+        why = "not installed"
+        if library.installed:
+            try:
+                async with asyncio.timeout(_PATIENCE_S):
+                    found.append(await stack.enter_async_context(joined(library)))
+                continue
+            except (ChildFailed, TimeoutError) as error:
+                why = f"doesn't work here: {error!r}"
+        report.row("libraries left out", {"library": library.name, "why": why})
+    return found
 
 
 async def _check(bench: _Bench) -> None:
@@ -126,36 +155,31 @@ async def _check(bench: _Bench) -> None:
             raise RuntimeError(f"{name} did not move the bytes")
 
 
-async def _one(bench: _Bench, report: Report, nbytes: int, rounds: int, times: int) -> Rates:
+async def _one(bench: _Bench, nbytes: int, rounds: int, times: int) -> Rates:
     """One transfer at a time, contiguous and paged."""
     measures = {}
     for paged in (False, True):
         work = Work(nbytes, paged, 1, times)
-        for name, way in bench.ways.items():
-            if not paged or name not in (_SOCKETS, _COPY):
-                measures[name, paged] = partial(way, work)
-    rates = await alternate(rounds, measures)
-    for paged in (False, True):
-        _tell(report, "one at a time, GB/s", Work(nbytes, paged, 1, times), rates)
-    return rates
+        for name, way in bench.ways_for(work).items():
+            measures[name, paged] = partial(way, work)
+    return await alternate(rounds, measures)
 
 
-async def _several(bench: _Bench, report: Report, nbytes: int, rounds: int, times: int) -> None:
+async def _several(bench: _Bench, nbytes: int, rounds: int, times: int) -> Rates:
+    """Several transfers at the same time."""
     work = Work(nbytes, False, _SEVERAL, times)
-    ways = {(name, False): way for name, way in bench.ways.items() if name not in (_SOCKETS, _READV, _COPY)}
-    rates = await alternate(rounds, {key: partial(way, work) for key, way in ways.items()})
-    _tell(report, f"{_SEVERAL} at once, GB/s", work, rates)
+    ways = bench.ways_for(work)
+    return await alternate(rounds, {(name, False): partial(way, work) for name, way in ways.items()})
 
 
-def _tell(report: Report, table: str, work: Work, rates: Rates) -> None:
-    cells: dict[str, Cell] = {
-        "size": _size(work.nbytes),
-        "as": "32 KiB" if work.paged else "contiguous",
-    }
-    for (name, paged), each in rates.items():
-        if paged == work.paged:
-            cells[name] = Spread.of(rate / 1e9 for rate in each)
-    report.row(table, cells)
+def _tell(report: Report, table: str, by_size: Mapping[int, Rates]) -> None:
+    ways = dict.fromkeys(key for rates in by_size.values() for key in rates)
+    for name, paged in sorted(ways, key=lambda key: key[1]):
+        cells: dict[str, Cell] = {"by": name, "as": "32 KiB fragments" if paged else "contiguous"}
+        for nbytes, rates in by_size.items():
+            if (name, paged) in rates:
+                cells[_size(nbytes)] = Spread.of(rate / 1e9 for rate in rates[name, paged])
+        report.row(table, cells)
 
 
 async def _lag(bench: _Bench, report: Report, work: Work, rounds: int) -> dict[str, list[float]]:
@@ -202,15 +226,17 @@ async def _run(report: Report, options: Options) -> None:
     rounds, sizes = 7, {64 * _KIB: 100, _MIB: 40, 16 * _MIB: 8, 64 * _MIB: 3, 256 * _MIB: 1, _GIB: 1}
     if options.quick:
         rounds, sizes = 2, {64 * _KIB: 20, _MIB: 8, 16 * _MIB: 2, 64 * _MIB: 1}
-    async with _bench(max(sizes)) as bench:
+    async with _bench(report, options, max(sizes)) as bench:
         await _check(bench)
-        by_size = {}
-        for nbytes, times in sizes.items():
-            by_size[nbytes] = await _one(bench, report, nbytes, rounds, times)
-        for nbytes, times in sizes.items():
-            if nbytes * _SEVERAL <= max(sizes):
-                await _several(bench, report, nbytes, rounds, max(1, times // 4))
-        _ratios(report, by_size)
+        one = {nbytes: await _one(bench, nbytes, rounds, times) for nbytes, times in sizes.items()}
+        _tell(report, _ONE, one)
+        several = {
+            nbytes: await _several(bench, nbytes, rounds, max(1, times // 4))
+            for nbytes, times in sizes.items()
+            if nbytes * _SEVERAL <= max(sizes)
+        }
+        _tell(report, f"{_SEVERAL} at once, GB/s", several)
+        _ratios(report, one)
         largest = min(max(sizes), 256 * _MIB)
         lags = await _lag(bench, report, Work(largest, False, 1, 2), rounds)
     if options.quick:
@@ -231,18 +257,18 @@ def run(report: Report, options: Options) -> None:
 
 def draw(axes: Axes, rows: list[dict[str, Any]]) -> None:
     """Rate over size, of contiguous transfers one at a time."""
-    shown = [cells for cells in rows if cells.get("as") == "contiguous"]
-    sizes = list(dict.fromkeys(cells["size"] for cells in shown))
-    for name in shown[0]:
-        by_size: dict[str, float] = {}
-        for cells in shown:
-            if isinstance(cells.get(name), Spread):
-                by_size.setdefault(cells["size"], cells[name].median)
-        if by_size:
-            axes.plot([sizes.index(size) for size in by_size], list(by_size.values()), marker="o", label=name)
+    shown: dict[str, dict[str, Any]] = {}
+    for cells in rows:
+        if cells.get("as") == "contiguous":
+            shown.setdefault(cells["by"], cells)  # those one at a time come first
+    sizes: list[str] = []
+    for name, cells in shown.items():
+        own = {size: cell.median for size, cell in cells.items() if isinstance(cell, Spread)}
+        sizes = sizes or list(own)
+        axes.plot([sizes.index(size) for size in own], list(own.values()), marker="o", label=name)
     axes.set_xticks(range(len(sizes)), sizes)
     axes.set_ylabel("GB/s")
-    axes.set_title("one transfer at a time, contiguous")
+    axes.set_title(f"{_ONE}, contiguous")
     axes.legend()
 
 
