@@ -22,7 +22,9 @@ import msgspec
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.ends import LinkEnd, keep_until_lost
-from aiokv.transports.handshake import Listener, Welcome, greet, new_token
+from aiokv.transports.greeting import greet
+from aiokv.transports.handshake import Welcome, new_token
+from aiokv.transports.listener import Listener
 from aiokv.transports.mapping import off_loop
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalEnd", "LocalTransport", "Offer"]
 
+#: Links that consumers may have to one transport at a time.
+_MAX_LINKS = 4096
 _BACKLOG = 512
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -171,7 +175,11 @@ class LocalTransport(abc.ABC):
         )
         self._description, self._cache = description, cache
 
-    def _admit(self, sock: socket.socket, link: bytes) -> None:
+    def _admit(self, socks: list[socket.socket], link: bytes) -> None:
+        (sock,) = socks
+        if len(self._accepted) >= _MAX_LINKS:
+            sock.close()
+            return
         keep_until_lost(self._accepted, LocalEnd(link, self.name, sock, self.ends))
 
     def describe(self) -> bytes:

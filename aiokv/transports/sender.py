@@ -1,23 +1,24 @@
-"""The producer's end of a link over one stream socket."""
+"""The producer's end of a link over stream sockets."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from aiokv.device.base import Buffer, Event, Stream
-from aiokv.errors import DeviceError
+from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PartId
 from aiokv.transports.frames import pack, tag_of
-from aiokv.transports.stream import SLICE, StreamEnd
+from aiokv.transports.stream import StreamEnd, slice_of
 from aiokv.transports.vectors import Vector, VectorIO
 
 __all__ = ["Sender"]
 
-#: Bytes that wait for the socket, beside which it still makes sense to send more: enough to keep
+#: Bytes that wait for a socket, beside which it still makes sense to send more: enough to keep
 #: the socket busy while the loop comes round.
 _AHEAD = 1 << 20
 
@@ -39,22 +40,25 @@ class _Sent:
 
 
 class Sender(StreamEnd):
-    """Gives chunks to the socket in the order in which they were sent."""
+    """Gives each chunk to the socket that has the least to send, and each socket its chunks in order."""
 
     def __init__(
-        self, link: bytes, name: str, sock: socket.socket, io: VectorIO, table: set[StreamEnd]
+        self,
+        link: bytes,
+        name: str,
+        socks: Sequence[socket.socket],
+        io: VectorIO,
+        table: set[StreamEnd],
     ) -> None:
-        super().__init__(link, name, sock, io, table)
-        #: What the socket has not taken: ranges, the header that the first of them is in, and the event.
-        self._queue: deque[tuple[Vector, array[int], _Sent]] = deque()
-        #: Bytes of all of them.
-        self._waiting = 0
+        super().__init__(link, name, socks, table)
+        #: Those that were longest without a chunk come first.
+        self._outlets = [_Outlet(self, sock, io, self._loop, slice_of(len(socks))) for sock in socks]
         self._on_writable: list[Callable[[], None]] = []
 
     def send(
         self, part: PartId, plan: CopyPlan, chunk: Chunk, src: Sequence[Buffer], *, stream: Stream
     ) -> Event:
-        """Send one chunk, after those before it; on the host ``stream`` has nothing to wait for."""
+        """Send one chunk; on the host ``stream`` has nothing to wait for."""
         if self._lost:
             raise self.lost_error()
         copy = plan.copies(chunk.layer)[chunk.copy]
@@ -62,43 +66,96 @@ class Sender(StreamEnd):
         header = array("B", pack(tag_of(part), chunk))
         vector = Vector(offsets + src[copy.src_buffer].address, lengths, before=header.buffer_info())
         event = _Sent()
-        self._queue.append((vector, header, event))
-        self._waiting += vector.total
-        if len(self._queue) == 1:
-            self._write()
-            if self._queue and not self._lost:
-                self._loop.add_writer(self._fd, self._flush)
+        outlet = min(self._outlets, key=_waiting)
+        self._outlets.remove(outlet)
+        self._outlets.append(outlet)
+        outlet.put(vector, header, event)
         return event
 
     @property
     def writable(self) -> bool:
-        """Whether little enough waits for the socket that more should be sent."""
-        return not self._lost and self._waiting <= _AHEAD
+        """Whether little enough waits for some socket that more should be sent."""
+        return not self._lost and any(outlet.waiting <= _AHEAD for outlet in self._outlets)
 
     def on_writable(self, callback: Callable[[], None]) -> None:
         """Call this whenever ``writable`` becomes true again."""
         self._on_writable.append(callback)
 
+    def tell_writable(self) -> None:
+        """It became writable again."""
+        for callback in self._on_writable:
+            callback()
+
+    def cut(self, reason: str) -> None:
+        """Let go of the sockets, and of the memory of all that they had not taken."""
+        super().cut(reason)
+        for outlet in self._outlets:
+            outlet.drop(self.lost_error())
+
+
+def _waiting(outlet: _Outlet) -> int:
+    return outlet.waiting
+
+
+class _Outlet:
+    """One socket of a sender, and what it has not taken."""
+
+    def __init__(
+        self,
+        sender: Sender,
+        sock: socket.socket,
+        io: VectorIO,
+        loop: asyncio.AbstractEventLoop,
+        slice_bytes: int,
+    ) -> None:
+        self._sender = sender
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._io = io
+        self._loop = loop
+        self._slice = slice_bytes
+        #: What the socket has not taken: ranges, the header that the first of them is in, and the event.
+        self._queue: deque[tuple[Vector, array[int], _Sent]] = deque()
+        #: Bytes of all of them.
+        self.waiting = 0
+        loop.add_reader(self._fd, self._readable)
+
+    def put(self, vector: Vector, header: array[int], event: _Sent) -> None:
+        """Send this after what is there."""
+        self._queue.append((vector, header, event))
+        self.waiting += vector.total
+        if len(self._queue) == 1:
+            self._write()
+            if self._queue:
+                self._loop.add_writer(self._fd, self._flush)
+
+    def drop(self, reason: PeerLostError) -> None:
+        """Nothing more is sent: what waits fails."""
+        while self._queue:
+            *_, event = self._queue.popleft()
+            event.failure = DeviceError("not all of the chunk was sent")
+            event.failure.__cause__ = reason
+        self.waiting = 0
+
     def _flush(self) -> None:
-        was_writable = self.writable
+        was_writable = self._sender.writable
         self._write()
-        if self._lost:
+        if self._sender.lost:
             return
         if not self._queue:
             self._loop.remove_writer(self._fd)
-        if not was_writable and self.writable:
-            for callback in self._on_writable:
-                callback()
+        if not was_writable and self._sender.writable:
+            self._sender.tell_writable()
 
     def _write(self) -> None:
         """Give the socket what it takes, and at most a slice."""
-        budget = SLICE
+        budget = self._slice
         try:
             while self._queue and budget:
                 vector, _, event = self._queue[0]
                 moved = self._io.write(self._fd, vector, budget)
                 budget -= moved
-                self._waiting -= moved
+                self.waiting -= moved
                 if vector.left:
                     # Full, or a slice is over. A vector of many entries takes several calls.
                     continue
@@ -107,7 +164,7 @@ class Sender(StreamEnd):
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self._end(f"the connection broke: {error}")
+            self._sender.cut(f"a connection broke: {error}")
 
     def _readable(self) -> None:
         """The consumer never says anything, so this is its end."""
@@ -116,14 +173,8 @@ class Sender(StreamEnd):
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            self._end(f"the connection broke: {error}")
+            self._sender.cut(f"a connection broke: {error}")
             return
-        self._end("the consumer said what it must not" if said else "the consumer closed it, or is dead")
-
-    def _end(self, reason: str) -> None:
-        super()._end(reason)
-        while self._queue:
-            *_, event = self._queue.popleft()
-            event.failure = DeviceError("not all of the chunk was sent")
-            event.failure.__cause__ = self.lost_error()
-        self._waiting = 0
+        self._sender.cut(
+            "the consumer said what it must not" if said else "the consumer closed it, or is dead"
+        )

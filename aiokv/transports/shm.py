@@ -21,7 +21,8 @@ from aiokv.device.cache import KVCache
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PeerInfo
-from aiokv.transports.handshake import MAX_FDS, Welcome
+from aiokv.transports.handshake import Welcome
+from aiokv.transports.listener import MAX_FDS
 from aiokv.transports.local import LocalEnd, LocalTransport, Offer
 from aiokv.transports.mapping import Mapping
 

@@ -1,8 +1,8 @@
-"""``tcp``: the producer sends host memory over one TCP connection per link.
+"""``tcp``: the producer sends host memory over TCP, by one connection or several for each link.
 
 The consumer dials. Bytes go from memory to the socket and from the socket to memory, without
-serialization and without a copy in between. The connection proves that both ends know the token;
-the data on it is neither encrypted nor authenticated.
+serialization and without a copy in between. Each connection proves that both ends know the token;
+the data on them is neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import msgspec
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.ends import keep_until_lost
-from aiokv.transports.handshake import Listener, greet, new_token
+from aiokv.transports.greeting import greet, join
+from aiokv.transports.handshake import MAX_STREAMS, new_token
+from aiokv.transports.listener import Listener
 from aiokv.transports.receiver import Receiver
 from aiokv.transports.sender import Sender
 from aiokv.transports.stream import StreamEnd
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TcpTransport"]
 
+#: Connections of a link unless something else is asked for.
+_STREAMS = 2
+#: Links that consumers may have to one transport at a time.
+_MAX_LINKS = 4096
 _BACKLOG = 512
 #: A numeric address, in the shapes that getaddrinfo gives.
 _Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
@@ -52,9 +58,17 @@ class TcpTransport:
         port: To listen at; 0 for one that is free.
         advertise: Host name or address that consumers are told to dial. By default the one that
             is listened at, or where that is all of them, the one that control messages go to.
+        streams: Connections of each link, 1 to 16: what this end would like, and the most that it
+            lets a consumer have. The lower of the two ends' numbers is used.
+
+    Raises:
+        ValueError: There can't be so many streams.
     """
 
-    def __init__(self, port: int = 0, advertise: str | None = None) -> None:
+    def __init__(self, port: int = 0, advertise: str | None = None, *, streams: int = _STREAMS) -> None:
+        if not 1 <= streams <= MAX_STREAMS:
+            raise ValueError(f"a link has 1 to {MAX_STREAMS} streams, not {streams}")
+        self._streams = streams
         self._port = port
         self._advertise = advertise
         self._started = False
@@ -99,11 +113,15 @@ class TcpTransport:
         everywhere = ipaddress.ip_address(at.partition("%")[0]).is_unspecified
         told = self._advertise or ("" if everywhere else at)
         self._description = _Description(told, port, new_token())
-        self._listener = Listener(sock, self._description.token, extra=b"", fds=(), admit=self._admit)
+        self._listener = Listener(sock, self._description.token, streams=self._streams, admit=self._admit)
         self._started = True
 
-    def _admit(self, sock: socket.socket, link: bytes) -> None:
-        keep_until_lost(self._accepted, Sender(link, self.name, sock, self._io, self._ends))
+    def _admit(self, socks: list[socket.socket], link: bytes) -> None:
+        if len(self._accepted) >= _MAX_LINKS:
+            for sock in socks:
+                sock.close()
+            return
+        keep_until_lost(self._accepted, Sender(link, self.name, socks, self._io, self._ends))
 
     def describe(self) -> bytes:
         """Host, port and token."""
@@ -121,20 +139,21 @@ class TcpTransport:
             there = msgspec.msgpack.decode(description, type=_Description)
         except msgspec.DecodeError as error:
             raise PeerLostError(f"tcp to {peer.address}: not a description: {error}") from error
+        socks: list[socket.socket] = []
         try:
-            sock = await _dial(there.host or _host_of(peer.address), there.port)
-        except (OSError, ValueError) as error:
-            raise PeerLostError(f"tcp to {peer.address}: {error}") from error
-        try:
-            welcome = await greet(sock, there.token)
+            try:
+                socks.append(await _dial(there.host or _host_of(peer.address), there.port))
+                welcome = await greet(socks[0], there.token, self._streams)
+                await _dial_more(socks, welcome.streams)
+                await join(socks[1:], welcome)
+            except (OSError, ValueError, PeerLostError) as error:
+                raise PeerLostError(f"tcp to {peer.address}: {error}") from error
             self._check_open()
-        except PeerLostError as error:
-            sock.close()
-            raise PeerLostError(f"tcp to {peer.address}: {error}") from error
         except BaseException:
-            sock.close()
+            for sock in socks:
+                sock.close()
             raise
-        return Receiver(welcome.link, self.name, sock, self._io, self._ends)
+        return Receiver(welcome.link, self.name, socks, self._io, self._ends)
 
     def accepted(self, link: bytes) -> Link | None:
         """This engine's end of a link that a consumer opened, until it is lost."""
@@ -193,6 +212,17 @@ async def _dial(host: str, port: int) -> socket.socket:
             sock.close()
             raise
     raise failure
+
+
+async def _dial_more(socks: list[socket.socket], count: int) -> None:
+    """Append connections to where the first one leads until there are ``count``, all dialled at once."""
+    first, family = socks[0].getpeername(), socks[0].family
+    while len(socks) < count:
+        socks.append(_socket(family))
+        with contextlib.suppress(BlockingIOError):
+            socks[-1].connect(first)
+    for sock in socks[1:]:
+        await _connected(sock)
 
 
 async def _connected(sock: socket.socket) -> None:

@@ -42,8 +42,9 @@ class DeafTransport(TcpTransport):
     async def connect(self, description: bytes, peer: PeerInfo) -> Link:
         link = await super().connect(description, peer)
         assert isinstance(link, Receiver)
-        link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        asyncio.get_running_loop().remove_reader(link._fd)
+        for sock in link._socks:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            asyncio.get_running_loop().remove_reader(sock.fileno())
         return link
 
 

@@ -51,7 +51,19 @@ class TcpKit(TransportKit):
         return TcpTransport()
 
 
-KITS = {"memory": MemoryKit, "mocked": MockedKit, "shm": ShmKit, "cma": CmaKit, "tcp": TcpKit}
+class ManyStreamsKit(TransportKit):
+    def make_transport(self) -> Transport:
+        return TcpTransport(streams=self.random.randint(3, 16))  # at each end another number
+
+
+KITS = {
+    "memory": MemoryKit,
+    "mocked": MockedKit,
+    "shm": ShmKit,
+    "cma": CmaKit,
+    "tcp": TcpKit,
+    "streams": ManyStreamsKit,
+}
 
 
 @pytest.mark.asyncio

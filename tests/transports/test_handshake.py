@@ -7,8 +7,10 @@ import socket
 import pytest
 
 from aiokv.errors import PeerLostError
-from aiokv.transports import handshake
-from aiokv.transports.handshake import Listener, greet, new_token
+from aiokv.transports import listener
+from aiokv.transports.greeting import greet
+from aiokv.transports.handshake import Ask, Secret, new_token
+from aiokv.transports.listener import Listener
 
 PATIENCE_S = 20
 
@@ -16,18 +18,18 @@ PATIENCE_S = 20
 class Door:
     """A listener at an abstract unix socket, and what it let in."""
 
-    def __init__(self, extra: bytes = b"", fds: tuple[int, ...] = ()) -> None:
+    def __init__(self, extra: bytes = b"", fds: tuple[int, ...] = (), streams: int = 1) -> None:
         self.token = new_token()
-        self.let_in: list[tuple[socket.socket, bytes]] = []
+        self.let_in: list[tuple[list[socket.socket], bytes]] = []
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
         sock.bind("\0aiokv-test-" + os.urandom(8).hex())
         sock.listen(200)
         self.address = sock.getsockname()
-        self.listener = Listener(sock, self.token, extra=extra, fds=fds, admit=self.admit)
+        self.listener = Listener(sock, self.token, extra=extra, fds=fds, streams=streams, admit=self.admit)
 
-    def admit(self, sock: socket.socket, link: bytes) -> None:
-        self.let_in.append((sock, link))
+    def admit(self, socks: list[socket.socket], link: bytes) -> None:
+        self.let_in.append((socks, link))
 
     def dial(self) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
@@ -38,8 +40,9 @@ class Door:
     def close(self) -> None:
         self.listener.close()
         self.listener.close()
-        for sock, _ in self.let_in:
-            sock.close()
+        for socks, _ in self.let_in:
+            for sock in socks:
+                sock.close()
 
 
 async def end_of(sock: socket.socket) -> None:
@@ -83,7 +86,7 @@ async def test_a_token_is_never_sent() -> None:
                 return sock.send(data)
 
         await greet(Tap(), door.token)
-    assert len(heard) == 48
+    assert len(heard) == Ask.SIZE
     assert door.token not in heard
     door.close()
 
@@ -107,7 +110,7 @@ async def test_an_answer_can_not_be_used_again() -> None:
     with door.dial() as first, door.dial() as second:
         nonce = await loop.sock_recv(first, 16)
         ours = b"c" * 16
-        answer = ours + handshake._proof(door.token, b"consumer", nonce, ours)
+        answer = Ask().pack(ours, Secret(door.token).of_consumer(nonce, ours, Ask()))
         await loop.sock_sendall(second, answer)
         await end_of(second)
         await loop.sock_sendall(first, answer)
@@ -117,7 +120,7 @@ async def test_an_answer_can_not_be_used_again() -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("welcome", [b"w" * 52, b""])
+@pytest.mark.parametrize("welcome", [b"w" * 53, b""])
 async def test_a_stranger_at_the_producers_address_is_found_out(welcome: bytes) -> None:
     a, b = socket.socketpair()
     with a, b:
@@ -130,7 +133,7 @@ async def test_a_stranger_at_the_producers_address_is_found_out(welcome: bytes) 
 
 @pytest.mark.asyncio
 async def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(listener, "_PATIENCE_S", 0.01)
     door = Door()
     with door.dial() as sock:
         await end_of(sock)
@@ -141,12 +144,12 @@ async def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.asyncio
 async def test_the_oldest_stranger_gives_way() -> None:
     door = Door()
-    strangers = [door.dial() for _ in range(handshake._MAX_PENDING + 5)]
+    strangers = [door.dial() for _ in range(listener._MAX_PENDING + 5)]
     with door.dial() as sock:
         await greet(sock, door.token)
     for stranger in strangers[:6]:
         await end_of(stranger)
-    assert len(door.listener._pending) == handshake._MAX_PENDING - 1
+    assert len(door.listener._pending) == listener._MAX_PENDING - 1
     door.close()
     for stranger in strangers:
         stranger.close()

@@ -18,17 +18,18 @@ async def test_standing_still_is_not_held_against_data_that_came_early() -> None
     loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    receiver = Receiver(b"link", "tcp", ours, VectorIO(), set())
+    receiver = Receiver(b"link", "tcp", [ours], VectorIO(), set())
+    (inlet,) = receiver._inlets
     try:
         theirs.sendall(pack(tag_of(("t", 0)), Chunk(0, 0, 0, 1, 8)))
-        while receiver._early_timer is None:  # noqa: ASYNC110
+        while inlet._early_timer is None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        receiver._early_timer.cancel()
+        inlet._early_timer.cancel()
         # As after SIGCONT: the timer comes late, and what announces the data may lie unread as it did.
-        receiver._lose_patience(loop.time() - 1)
+        inlet._lose_patience(loop.time() - 1)
         assert not receiver.lost
-        receiver._early_timer.cancel()
-        receiver._lose_patience(loop.time())
+        inlet._early_timer.cancel()
+        inlet._lose_patience(loop.time())
         assert receiver.lost
     finally:
         receiver.close()

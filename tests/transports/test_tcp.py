@@ -13,7 +13,7 @@ from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.plan import Chunk
 from aiokv.testing.conformance.transportkit import PATIENCE_S, Path, TransportKit, bytes_of
-from aiokv.transports import receiver
+from aiokv.transports import arriving, inlet
 from aiokv.transports.base import PeerInfo, Transport
 from aiokv.transports.frames import pack, tag_of
 from aiokv.transports.tcp import TcpTransport
@@ -127,7 +127,8 @@ async def test_says_when_to_send_more(seed: int) -> None:
         path = await a_path(kit)
         part = path.part(kit, 1, tokens=1000)
         part.expect()
-        path.end._loop.remove_reader(path.end._fd)  # a consumer that doesn't read
+        for sock in path.end._socks:
+            path.end._loop.remove_reader(sock.fileno())  # a consumer that doesn't read
         end, buffers = path.producer_end, path.producer.cache.buffers
         stream_ = path.producer.cache.device.stream()
         told = asyncio.Event()
@@ -150,7 +151,7 @@ async def test_says_when_to_send_more(seed: int) -> None:
 async def test_a_consumer_that_talks_is_cut(seed: int) -> None:
     async with TcpKit(seed) as kit:
         path = await a_path(kit)
-        path.end._sock.send(b"?")
+        path.end._socks[0].send(b"?")
         await lost(path)
         assert path.producer_end.lost
 
@@ -184,7 +185,7 @@ async def test_chunks_that_are_not_in_the_plan_cut_the_link(changes: dict[str, i
         before = path.consumer.copy_of_memory()
         part, _, header = part_and_frame(path, kit, **changes)
         part.expect()
-        path.producer_end._sock.send(header + b"x" * 1000)
+        path.producer_end._socks[0].send(header + b"x" * 1000)
         await lost(path)
         assert part.arrived == 0
         np.testing.assert_array_equal(path.consumer.copy_of_memory()[0], before[0])
@@ -199,16 +200,18 @@ async def test_a_forgotten_part_is_drained_whatever_its_length(seed: int) -> Non
         part.expect()
         path.end.forget(part.id)
         loop = asyncio.get_running_loop()
-        for nbytes in (0, 1, receiver._SCRATCH, 16 * receiver._SCRATCH, 40 * receiver._SCRATCH + 1):
+        for nbytes in (0, 1, inlet._SCRATCH, 16 * inlet._SCRATCH, 40 * inlet._SCRATCH + 1):
             header = pack(tag_of(part.id), Chunk(9, 9, 9, 9, nbytes))
-            await loop.sock_sendall(path.producer_end._sock, header + bytes(nbytes))
+            await loop.sock_sendall(path.producer_end._socks[0], header + bytes(nbytes))
         other = path.part(kit, 2)
         other.expect()
         await other.move(kit, chunk)
         await other.until(chunk.nbytes)
         assert part.arrived == 0
-        await loop.sock_sendall(path.producer_end._sock, pack(tag_of(part.id), Chunk(0, 0, 0, 1, 2**64 - 1)))
-        await loop.sock_sendall(path.producer_end._sock, bytes(1 << 20))
+        await loop.sock_sendall(
+            path.producer_end._socks[0], pack(tag_of(part.id), Chunk(0, 0, 0, 1, 2**64 - 1))
+        )
+        await loop.sock_sendall(path.producer_end._socks[0], bytes(1 << 20))
         assert not path.end.lost
 
 
@@ -223,8 +226,8 @@ async def test_bytes_may_come_in_any_portions(size: int, seed: int) -> None:
         again = chunk._replace(layer=1)
         frames += pack(tag_of(part.id), again) + bytes(again.nbytes)
         for at in range(0, len(frames), size):
-            path.producer_end._sock.send(frames[at : at + size])
-            path.end._readable()
+            path.producer_end._socks[0].send(frames[at : at + size])
+            path.end._inlets[0]._readable()
         await part.until(2 * chunk.nbytes)
         assert part.landed == {0: chunk.nbytes, 1: chunk.nbytes}
 
@@ -239,8 +242,8 @@ async def test_a_large_frame_may_trickle(given_up: bool, seed: int) -> None:
         part.expect()
         other.expect()
         chunk = part.chunks(2 << 20)[0]
-        assert chunk.nbytes > receiver._WORTH_WAKING
-        loop, sock = asyncio.get_running_loop(), path.producer_end._sock
+        assert chunk.nbytes > inlet._WORTH_WAKING
+        loop, sock = asyncio.get_running_loop(), path.producer_end._socks[0]
         await loop.sock_sendall(sock, pack(tag_of(part.id), chunk))
         for at in range(0, chunk.nbytes, 100_000):
             await loop.sock_sendall(sock, bytes(min(100_000, chunk.nbytes - at)))
@@ -300,14 +303,14 @@ async def test_what_is_called_back_may_call(what: str, seed: int) -> None:
 async def test_only_so_many_forgotten_parts_are_remembered(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    monkeypatch.setattr(receiver, "_FORGOTTEN", 3)
+    monkeypatch.setattr(arriving, "_FORGOTTEN", 3)
     async with TcpKit(seed) as kit:
         path = await a_path(kit)
         for number in range(10):
             path.end.forget((f"part-{number}", 1))
-        assert len(path.end._forgotten) == 3
+        assert len(path.end._parts.forgotten) == 3
         _, chunk, header = part_and_frame(path, kit)
-        path.producer_end._sock.send(pack(tag_of(("part-9", 1)), chunk) + bytes(chunk.nbytes) + header)
+        path.producer_end._socks[0].send(pack(tag_of(("part-9", 1)), chunk) + bytes(chunk.nbytes) + header)
         await lost(path)  # for the last frame, whose part was forgotten too long ago
 
 
@@ -316,4 +319,5 @@ async def test_connections_are_not_delayed(seed: int) -> None:
     async with TcpKit(seed) as kit:
         path = await a_path(kit)
         for end in (path.end, path.producer_end):
-            assert end._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for sock in end._socks:
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

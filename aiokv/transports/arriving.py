@@ -1,0 +1,62 @@
+"""The parts that a receiver expects, and those whose data it drains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiokv.device.base import Buffer
+from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.transports.frames import Ranges
+
+__all__ = ["Arriving", "Parts"]
+
+#: Forgotten parts that are remembered; data of older ones cuts the link.
+_FORGOTTEN = 4096
+
+
+@dataclass(eq=False, slots=True)
+class Arriving:
+    """One part that is expected."""
+
+    plan: CopyPlan
+    dst: Sequence[Buffer]
+    landed: Callable[[int, int], None]
+    #: Pieces that came or are coming, for each layer and copy, over all streams.
+    seen: dict[tuple[int, int], Ranges] = field(default_factory=dict)
+
+    def place(self, chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where a chunk that begins to arrive goes: addresses and lengths. Each is placed once.
+
+        Raises:
+            ValueError: It is not in the plan, or some of it came before.
+        """
+        self.plan.check(chunk)
+        if not self.seen.setdefault((chunk.layer, chunk.copy), Ranges()).add(chunk.lo, chunk.hi):
+            raise ValueError(f"{chunk} came before")
+        copy = self.plan.copies(chunk.layer)[chunk.copy]
+        _, offsets, lengths = copy.extents(chunk.lo, chunk.hi)
+        return offsets + self.dst[copy.dst_buffer].address, lengths
+
+
+class Parts:
+    """All of one link's parts, by the tags that they have on the wire."""
+
+    def __init__(self) -> None:
+        self.expected: dict[bytes, Arriving] = {}
+        #: Parts whose data is drained, oldest first.
+        self.forgotten: dict[bytes, None] = {}
+
+    def knows(self, tag: bytes) -> bool:
+        """Whether the part was ever expected, as far as is remembered."""
+        return tag in self.expected or tag in self.forgotten
+
+    def forget(self, tag: bytes) -> None:
+        """Drain what comes of a part from now on."""
+        self.expected.pop(tag, None)
+        self.forgotten[tag] = None
+        if len(self.forgotten) > _FORGOTTEN:
+            del self.forgotten[next(iter(self.forgotten))]
