@@ -162,15 +162,27 @@ class Peers:
         return peer
 
     def _drop_idle(self) -> None:
-        """Make room: forget one peer that nothing goes on with."""
-        for peer in self._peers.values():
-            if peer.session is None or (not peer.session.live and not peer.session.wants_to_send):
-                if peer.session is not None:
-                    self.end(peer.session, PeerLostError("idle, and room was needed"), tell=True)
-                peer.port.close()
-                self._peers = {name: other for name, other in self._peers.items() if other is not peer}
-                return
-        raise CapacityError(f"there are {len(self._peers)} peers with live transfers, as many as allowed")
+        """Make room: forget one peer that nothing goes on with.
+
+        Who only said something gives way before those with whom there was a transfer, or whoever says HELLO
+        from enough addresses would drive these out.
+        """
+        sessions: dict[str, list[Session]] = {}  # with its twins
+        for session in self.sessions:
+            sessions.setdefault(session.address, []).append(session)
+        idle = [
+            peer
+            for peer in self._peers.values()
+            if not any(each.live or each.wants_to_send for each in sessions.get(peer.address, ()))
+        ]
+        if not idle:
+            raise CapacityError(f"there are {len(self._peers)} peers with live transfers, as many as allowed")
+        # Of equals the first: the one that was not used for longest.
+        gone = min(idle, key=lambda peer: _worth(sessions.get(peer.address, ())))
+        for session in sessions.get(gone.address, ()):
+            self.end(session, PeerLostError("idle, and room was needed"), tell=True)
+        gone.port.close()
+        self._peers = {name: other for name, other in self._peers.items() if other is not gone}
 
     def twin(self, peer: Peer) -> Session:
         """A new session with whoever lives where ``peer`` does, beside the one that there is.
@@ -366,3 +378,8 @@ class Peers:
         for peer in self._peers.values():
             peer.port.close()
         self._peers.clear()
+
+
+def _worth(sessions: Sequence[Session]) -> int:
+    """How much a peer with these sessions is worth keeping."""
+    return 2 if any(session.used for session in sessions) else 1 if sessions else 0

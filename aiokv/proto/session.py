@@ -106,6 +106,8 @@ class Session:
         self.error: AiokvError | None = None
         #: Parts that this session carries. Heartbeats flow only while there are any.
         self.live = 0
+        #: Whether it ever carried one: this side, and not the peer alone, had a use for it.
+        self.used = False
         #: Producer side: the latest lease that the peer was told of (ns).
         self.lease_given = 0
         #: Consumer side: the latest lease that the peer confirmed (ns); reads count until then.
@@ -282,6 +284,7 @@ class Session:
             self._pinged = now
             self._suspected = 0
         self.live += 1
+        self.used = True
         self._note_timer()
 
     def remove_live(self) -> None:

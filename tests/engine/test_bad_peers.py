@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Self
 
@@ -245,6 +246,29 @@ async def test_what_a_peer_must_not_say_ends_its_session_alone(bodies: list[byte
             await offer.wait()
             await fetch.wait()
             assert a.statistics().sessions == 1
+            await others_are_well(a, b)
+
+
+@pytest.mark.asyncio
+async def test_who_greets_from_many_addresses_drives_nobody_out() -> None:
+    async with Engines(settings=dataclasses.replace(IMPATIENT, peers=4)) as engines:
+        a, b = await engines.add("a"), await engines.add("b")
+        await transfer(a, b, "before")
+        core = a._core
+        assert core is not None
+        (session,) = core.peers.sessions
+        async with Stranger(engines.network) as stranger:
+            for number in range(50):
+                address = f"memory://stranger{number}"
+                hello = msgspec.structs.replace(stranger.hello, address=address)
+                for stream in range(1, 4):  # each of them has a session and a port of its own
+                    body = [msgspec.Raw(encode_message(hello))]
+                    frame = Frame(b"%16d" % number, b"", address, stream, 0, 0, 0, body)
+                    stranger.raw(a, encode_frame(frame))
+                await settle(a)
+            assert session in core.peers.sessions
+            assert len(core.peers.sessions) == 1 + 3 * 3
+            assert len(engines.network._bound["memory://a"].ports) == 1 + 3 * 3
             await others_are_well(a, b)
 
 
