@@ -60,8 +60,9 @@ def genuine_frames() -> list[bytes]:
         c, d = net.add(f"c{number}", layout), net.add(f"d{number}", layout)
         _move(net, c, d, "u", push=False)
     # An engine of another layout is told that it doesn't fit.
-    d.fetch("mismatch", sources=[a])
-    a.offer("mismatch", to=[d])
+    stranger = net.members[f"d{len(LAYOUTS) - 2}"]
+    stranger.fetch("mismatch", sources=[a])
+    a.offer("mismatch", to=[stranger])
     net.run()
     return [*net.frames, *_by_hand(net.frames[0])]
 
