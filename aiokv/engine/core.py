@@ -9,6 +9,7 @@ of the loop goes out together.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from aiokv.control.base import Channel
@@ -28,6 +29,7 @@ from aiokv.errors import AiokvError, DeviceError, InvalidBlocks, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Message
 from aiokv.proto.parts import State
+from aiokv.proto.plan import planned_bytes
 from aiokv.proto.session import Identity, Phase, Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.table import Table
@@ -117,7 +119,9 @@ class Core:
         self._turn_wanted = False
         self._closed = False
         self._ended = dict.fromkeys((State.LANDED.value, State.FAILED.value, State.ABORTED.value), 0)
-        self._received = self._sent = self._turns = 0
+        self._received: Counter[str] = Counter()  # bytes, by transport
+        self._sent: Counter[str] = Counter()
+        self._turns = 0
 
     @property
     def layout(self) -> CacheLayout:
@@ -214,10 +218,13 @@ class Core:
             course.bytes_moved += nbytes
             if layer_through:  # nobody waits for less
                 course.changed()
-        if part.role == "consumer":
-            self._received += nbytes
-        else:
-            self._sent += nbytes
+        (self._received if part.role == "consumer" else self._sent)[part.link] += nbytes
+
+    def _on_read(self, part: Part) -> None:
+        """A reader confirmed that all of its part is in place."""
+        nbytes = self._readable(part)
+        self._courses[part.transfer].bytes_moved += nbytes
+        self._sent[part.link] += nbytes
 
     def _on_ready(self, course: Course, mask: int) -> None:
         if isinstance(course.transfer, Offering):
@@ -295,6 +302,8 @@ class Core:
                 self._unsure.add(part.transfer)
             case ActionKind.ENDED:
                 self._ended[part.state.value] += 1
+                if part.state is State.LANDED and part.role == "producer" and part.one_sided and part.link:
+                    self._on_read(part)
                 self.mover.forget(part)
                 self._courses[part.transfer].changed()
             case ActionKind.RESOLVED:
@@ -347,15 +356,26 @@ class Core:
             return
         try:
             link = self._link_of(part)
-            if part.role == "consumer" or not part.one_sided:
-                self._courses[part.transfer].bytes_total += self.mover.start(
-                    part, link, self._after.get(part.transfer)
-                )
+            if part.role == "producer" and part.one_sided:
+                total = self._readable(part)
+            else:
+                total = self.mover.start(part, link, self._after.get(part.transfer))
+            self._courses[part.transfer].bytes_total += total
         except (AiokvError, ValueError) as error:
             self.table.fail(part, error if isinstance(error, AiokvError) else InvalidBlocks(str(error)))
             return
         if part.role == "producer":
             self.table.producer.accept(part, self.clock())
+
+    def _readable(self, part: Part) -> int:
+        """Bytes that a reader takes of an offer by itself."""
+        return planned_bytes(
+            self.layout,
+            part.transfer.blocks,
+            first_token=part.first_token,
+            tokens=part.tokens,
+            heads=part.heads,
+        )
 
     def _link_of(self, part: Part) -> Link:
         """The link that a part's bytes take, at this end."""
@@ -392,8 +412,10 @@ class Core:
     def statistics(self) -> Statistics:
         """A snapshot."""
         return Statistics(
-            bytes_received=self._received,
-            bytes_sent=self._sent,
+            bytes_received=sum(dict(self._received).values()),
+            bytes_sent=sum(dict(self._sent).values()),
+            received_by_transport=dict(self._received),
+            sent_by_transport=dict(self._sent),
             parts_ended=dict(self._ended),
             offers=self.table.count("producer"),
             fetches=self.table.count("consumer"),

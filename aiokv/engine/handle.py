@@ -23,16 +23,24 @@ __all__ = ["Handle", "Progress", "Pump"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a transfer has got, at one moment."""
+    """How far a transfer has got, at one moment.
 
-    #: Bytes in place (fetch), or handed over (offer on a transport that sends), so far.
+    Attributes:
+        bytes_moved: Bytes so far: in place (fetch), handed over to a transport that sends, or
+            read by readers that confirmed all of it (offer).
+        bytes_total: Bytes that the transfer moves in all, over the parts whose other side is
+            known; 0 while none is.
+        layers: Layers that are in place (fetch), or announced as ready (offer).
+        parts: Parts (pairs of engines) by state: ``offered``, ``granted``, ``moving``,
+            ``draining``, ``landed``, ``failed``, ``aborted``.
+        transports: Names of the transports that carry it, as far as they are known.
+    """
+
     bytes_moved: int
-    #: Bytes that the transfer moves in all; 0 while that isn't known yet.
     bytes_total: int
-    #: Layers that are in place (fetch), or announced as ready (offer).
     layers: int
-    #: Parts by state.
     parts: dict[str, int]
+    transports: tuple[str, ...]
 
 
 class Pump(Protocol):
@@ -89,7 +97,13 @@ class Handle:
         parts: dict[str, int] = {}
         for part in self._transfer.parts:
             parts[part.state.value] = parts.get(part.state.value, 0) + 1
-        return Progress(self._course.bytes_moved, self._course.bytes_total, self._layers().bit_count(), parts)
+        return Progress(
+            bytes_moved=self._course.bytes_moved,
+            bytes_total=self._course.bytes_total,
+            layers=self._layers().bit_count(),
+            parts=parts,
+            transports=tuple(sorted({part.link for part in self._transfer.parts if part.link})),
+        )
 
     def _layers(self) -> int:
         raise NotImplementedError
@@ -124,7 +138,7 @@ class Handle:
         """
         if not self._begun:
             raise LocalProtocolError(f"transfer {self._transfer} was not begun")
-        error = TransferAborted(f"transfer {self._transfer}: {reason} here")
+        error = TransferAborted(f"transfer {self._transfer}: {reason}")
         self._core.abort(self._transfer, error, "cancelled")
 
     async def wait(self) -> None:

@@ -9,34 +9,51 @@ __all__ = ["Statistics"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """Counts since the engine was started, and what is going on now."""
+    """Counts since the engine was started, and what is going on now.
 
-    #: Bytes that came into this engine's cache, and (on transports that send) left it.
+    Attributes:
+        bytes_received: Bytes that came into this engine's cache.
+        bytes_sent: Bytes that left it: handed over to transports that send, and what was read
+            through the others, once the reader confirmed that all of its part is in place. What
+            a reader took of a part that ended otherwise is not known.
+        received_by_transport: ``bytes_received`` by the name of the transport.
+        sent_by_transport: ``bytes_sent`` by the name of the transport.
+        parts_ended: Ended parts by outcome: ``landed``, ``failed``, ``aborted``.
+        offers: Offers going on now.
+        fetches: Fetches going on now.
+        parts: Parts with a session, going on now.
+        parked: Grants and offers of peers that wait here for their other half.
+        leases: Leases of blocks that are out: one for each transfer going on.
+        blocks_held: Blocks held by them.
+        quarantined: Leases that stay out, since their blocks never became quiet.
+        in_flight: Submitted copies that have not completed.
+        sessions: Sessions that are up or being brought up.
+        sessions_lost: Sessions with live parts that were lost.
+        frames_sent: Control frames sent.
+        frames_received: Control frames received.
+        frames_stray: Those of them that belonged to no session.
+        turns: Turns of the loop in which the engine worked.
+        loop_lag_max: How late the engine's timer came at worst (seconds): how long the loop was
+            held by others.
+    """
+
     bytes_received: int
     bytes_sent: int
-    #: Ended parts by outcome: ``landed``, ``failed``, ``aborted``.
+    received_by_transport: dict[str, int]
+    sent_by_transport: dict[str, int]
     parts_ended: dict[str, int]
-    #: Transfers going on now.
     offers: int
     fetches: int
-    #: Parts with a session, going on now.
     parts: int
-    #: Grants and offers of peers that wait here for their other half.
     parked: int
-    #: Leases that are out, blocks held by them, and leases that stay out since blocks never became quiet.
     leases: int
     blocks_held: int
     quarantined: int
-    #: Submitted copies that have not completed.
     in_flight: int
-    #: Sessions that are up or being brought up, and sessions with live parts that were lost.
     sessions: int
     sessions_lost: int
-    #: Control frames.
     frames_sent: int
     frames_received: int
     frames_stray: int
-    #: Turns of the loop in which the engine worked.
     turns: int
-    #: How late the engine's timer came at worst (seconds): how long the loop was held by others.
     loop_lag_max: float

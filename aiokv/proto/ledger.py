@@ -22,7 +22,7 @@ from aiokv.proto.parts import Event, State
 from aiokv.proto.session import Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.timers import Timers
-from aiokv.proto.transfers import Action, ActionKind, Key, Part, Transfer
+from aiokv.proto.transfers import Action, ActionKind, Key, Offering, Part, Transfer
 from aiokv.proto.waiting import Tombstone, Tombstones
 
 __all__ = ["Ledger"]
@@ -153,7 +153,7 @@ class Ledger:
         reason = reason if reason == "layout" else "sibling"
         for sibling in part.transfer.parts:
             if not sibling.settled:
-                text = f"transfer {part.transfer}: another part failed: {part.life.error}"
+                text = f"transfer {part.transfer}: another part failed: {part.transfer.said(part.life.error)}"
                 self._settle(sibling, Event.ABORT, TransferAborted(text), reason)
 
     def _settle(self, part: Part, event: Event, error: AiokvError | None, reason: str) -> None:
@@ -162,7 +162,7 @@ class Ledger:
         if error is not None and transfer.error is None:
             transfer.error = error
         if event is not Event.DONE and not part.abort_known and session is not None:
-            session.send(Abort(*transfer.key, part.role, reason, as_text(error)))
+            session.send(Abort(*transfer.key, part.role, reason, as_text(transfer.said(error))))
             part.abort_known = True
         if after is not State.DRAINING:
             self._end(part)
@@ -237,9 +237,7 @@ class Ledger:
             if part.state is State.DRAINING:
                 self._draining(part, now)
             elif now >= part.deadline:
-                text = (
-                    f"transfer {part.transfer}: deadline passed at the {part.role}, {self.explain(part, now)}"
-                )
+                text = f"transfer {part.transfer}: deadline passed at the {part.role}, {self._doing(part)}"
                 self.settle(part, Event.FAIL, DeadlineExceeded(text), "deadline")
 
     def _draining(self, part: Part, now: int) -> None:
@@ -270,30 +268,34 @@ class Ledger:
     # -- for people
 
     def explain(self, part: Part, now: int) -> str:
-        """What a part is waiting for, in words."""
-        who = part.session.address if part.session else "anybody"
-        left = f"{max(0, part.deadline - now) / 1e9:.1f} s left"
+        """What a part is waiting for, in words, and for how long it still may."""
+        doing = self._doing(part)
+        return doing if part.settled else f"{doing}, {max(0, part.deadline - now) / 1e9:.1f} s left"
+
+    def _doing(self, part: Part) -> str:
+        who = part.session.address if part.session else "nobody" if part.ended else "anybody"
+        there = f"{who} ({part.link}) at the other end" if part.link else f"{who} at the other end"
         match part.state:
             case State.OFFERED if part.role == "producer":
-                return f"waiting for GRANT from {who}, {left}"
+                refusal = part.transfer.refusal if isinstance(part.transfer, Offering) else ""
+                return f"waiting for GRANT from {who}" + (f" (refused {refusal})" if refusal else "")
             case State.OFFERED if part.session is None:
-                return f"waiting for OFFER from anybody, {left}"
+                return "waiting for OFFER from anybody"
             case State.OFFERED:
-                what = "the other sources" if part.linked else f"a connection to {who}"
-                return f"waiting for {what}, {left}"
+                return f"waiting for {'the other sources' if part.linked else f'a connection to {who}'}"
             case State.GRANTED if part.role == "consumer" and part.tokens < 0:
-                return f"waiting for ACCEPT from {who}, where it is not offered yet, {left}"
+                return f"waiting for ACCEPT from {who} ({part.link}), where it is not offered yet"
             case State.GRANTED:
-                return f"waiting for the first layer, {who} at the other end, {left}"
+                return f"waiting for the first layer, {there}"
             case State.MOVING:
                 done = (part.landed if part.role == "consumer" else part.ready).bit_count()
                 verb = "landed" if part.role == "consumer" else "announced"
-                return f"{done} of {self.layout.layers} layers {verb}, {who} at the other end, {left}"
+                return f"{done} of {self.layout.layers} layers {verb}, {there}"
             case State.DRAINING:
                 outcome = part.life.outcome.value if part.life.outcome else "nothing"
-                return f"settled as {outcome}, waiting until it is quiet, {who} at the other end"
+                return f"settled as {outcome}, waiting until it is quiet, {there}"
             case _:
-                return f"{part.state.value}, {who} at the other end"
+                return f"{part.state.value}, {there}"
 
 
 def _tombstone(transfer: Transfer) -> Tombstone:
@@ -307,4 +309,4 @@ def _tombstone(transfer: Transfer) -> Tombstone:
             reason = "deadline"
         case _:
             reason = "failed"
-    return Tombstone(reason, f"ended: {transfer.error}", deadline)
+    return Tombstone(reason, f"ended: {transfer.said(transfer.error)}", deadline)

@@ -26,7 +26,7 @@ from aiokv.proto.layout import CacheLayout
 from aiokv.proto.placement import GroupPlacement
 from aiokv.proto.section import Copy, Loop, Offsets, Section, find_joins, minimal
 
-__all__ = ["Chunk", "Copy", "CopyPlan", "GroupBlocks", "Section", "Side", "plan_copy"]
+__all__ = ["Chunk", "Copy", "CopyPlan", "GroupBlocks", "Section", "Side", "plan_copy", "planned_bytes"]
 
 
 class Chunk(NamedTuple):
@@ -199,6 +199,34 @@ def plan_copy(
         for index, share in enumerate(_shares(heads, src.layout))
     ]
     return CopyPlan(src.layout, plans)
+
+
+def planned_bytes(
+    layout: CacheLayout,
+    blocks: Sequence[GroupBlocks],
+    *,
+    first_token: int,
+    tokens: int,
+    heads: Sequence[tuple[int, int]],
+) -> int:
+    """Bytes that a plan moves from or to some blocks, without making it.
+
+    Args:
+        layout: Of the cache that the blocks are in.
+        blocks: One list for each group; those of the other side are taken to start no later.
+        first_token: As of ``plan_copy``.
+        tokens: As of ``plan_copy``.
+        heads: For each group the half-open range of the model's KV heads.
+    """
+    total = 0
+    for group, listed, (low, high) in zip(layout.groups, blocks, heads, strict=True):
+        first, last, size = max(first_token, listed.start), tokens, group.block_size
+        if first >= last or low >= high:
+            continue
+        if group.kind == "state":
+            first, last = first // size * size, -(-last // size) * size
+        total += len(group.layers) * (last - first) * group.halves * (high - low) * group.head_bytes
+    return total
 
 
 def _shares(heads: tuple[int, int] | Sequence[tuple[int, int]], layout: CacheLayout) -> list[tuple[int, int]]:

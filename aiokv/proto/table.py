@@ -38,7 +38,7 @@ from aiokv.proto.parts import Event, State
 from aiokv.proto.producer import Producer
 from aiokv.proto.session import Session
 from aiokv.proto.settings import Settings
-from aiokv.proto.transfers import Action, Key, Part, Transfer, other_role
+from aiokv.proto.transfers import Action, Key, Offering, Part, Transfer, other_role
 from aiokv.proto.waiting import Waiting
 
 __all__ = ["Table"]
@@ -138,6 +138,9 @@ class Table:
         if part is None and abort.reason != "layout":  # whose cache doesn't fit is not who it waits for
             part = self._unclaimed(session, key, mine, now)
         if part is None:
+            offering = self.ledger.transfers.get((key, mine))
+            if abort.reason == "layout" and isinstance(offering, Offering):
+                offering.refusal = f"{session.address} itself: {abort.text}"
             session.send(Aborted(*key, mine))  # always answered, also for what isn't known
             return
         if part.state is State.DRAINING:

@@ -63,6 +63,10 @@ class Transfer:
         sessions = [part.session for part in self.parts if not part.ended]
         return any(session is not None and not session.incarnation for session in sessions)
 
+    def said(self, error: AiokvError | None) -> str:
+        """What an error of this transfer says, for where it is clear which transfer is meant."""
+        return str(error).removeprefix(f"transfer {self}: ")
+
     def __str__(self) -> str:
         return f"{self.tid!r}" + (f" attempt {self.attempt}" if self.attempt else "")
 
@@ -75,6 +79,8 @@ class Offering(Transfer):
     tokens: int
     #: Layers ready so far, as a bit mask.
     ready: int = 0
+    #: Whom it refused last, and why; empty while nobody was.
+    refusal: str = ""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

@@ -333,7 +333,7 @@ async def test_an_attempt_is_a_transfer_of_its_own() -> None:
         await second.wait()
         assert not first.done()
         first.cancel()
-        with pytest.raises(TransferAborted, match="transfer 't': cancelled here"):
+        with pytest.raises(TransferAborted, match="transfer 't': cancelled"):
             await first.wait()
 
 
@@ -372,7 +372,7 @@ async def test_what_has_ended_is_refused_at_once_and_told_how_it_ended() -> None
         with pytest.raises(Refused, match=r"refused \(ended\): the offer landed"):
             async with late.fetch("well", [1], sources=[producer.address], deadline=1000):
                 pass
-        with pytest.raises(TransferAborted, match="the offer ended: transfer 'badly': ZeroDivisionError"):
+        with pytest.raises(TransferAborted, match="the offer ended: ZeroDivisionError"):
             async with late.fetch("badly", [1], sources=[producer.address], deadline=1000):
                 pass
         # The same the other way round: pushed to somebody who is through with it.
@@ -388,7 +388,7 @@ async def test_what_has_ended_is_refused_at_once_and_told_how_it_ended() -> None
 async def test_what_is_never_offered_ends_by_its_deadline_and_says_what_it_waited_for() -> None:
     async with unharmed() as (producer, consumer):
         # Both sides have it end at the same time, so either may be the first to say so.
-        waiting = "waiting for ACCEPT from memory://a, where it is not offered yet, 0.0 s left"
+        waiting = r"waiting for ACCEPT from memory://a \(memory\), where it is not offered yet"
         told = r"memory://a refused \(unknown\): it was not offered here before its deadline"
         with pytest.raises(DeadlineExceeded, match=f"{waiting}|{told}"):
             async with consumer.fetch("t", [1], sources=[producer.address], deadline=30):
@@ -400,7 +400,7 @@ async def test_what_is_never_offered_ends_by_its_deadline_and_says_what_it_waite
         with pytest.raises(DeadlineExceeded, match="at the producer, waiting for GRANT from anybody"):
             async with producer.offer("alone", [1], deadline=30):
                 pass
-        waiting = "waiting for GRANT from memory://b, 0.0 s left"
+        waiting = "waiting for GRANT from memory://b"
         told = r"memory://b refused \(unknown\): it was not fetched here before its deadline"
         with pytest.raises(DeadlineExceeded, match=f"{waiting}|{told}"):
             async with producer.offer("unwanted", [1], to=[consumer.address], deadline=30):

@@ -24,7 +24,7 @@ OTHERS = [
     (changed(dtype="int8"), "group 0: dtype (uint8 against int8|int8 against uint8)"),
     (changed(head_size=16), "group 0: head_size (8 against 16|16 against 8)"),
     (changed(heads=(0, 2), total_heads=2), "group 0: total_heads (4 against 2|2 against 4)"),
-    (changed(layers=(0, 1, 2)), "group 0: layers (4 layers against 3 layers|3 layers against 4 layers)"),
+    (changed(layers=(0, 1, 2)), "group 0: (4 layers against 3|3 layers against 4)"),
     (
         changed(kind="window", window=8),
         "group 0: kind (attention|window) against .*; group 0: window [08] ag",

@@ -113,7 +113,7 @@ async def test_a_reader_that_fails_leaves_the_others_going_and_the_offer_tells_o
         await good.layer(0)
         await bad.layer(0)
         bad.cancel("no longer wanted")
-        with pytest.raises(TransferAborted, match="transfer 't': no longer wanted here"):
+        with pytest.raises(TransferAborted, match="transfer 't': no longer wanted"):
             await bad.wait()
         await settle(producer, ill)
         assert offer.progress.parts == {"moving": 1, "aborted": 1}
@@ -121,7 +121,7 @@ async def test_a_reader_that_fails_leaves_the_others_going_and_the_offer_tells_o
             offer.layer_ready(layer)
         await good.wait()
         check_same(producer, [1, 2], well, [3, 4], 8)
-        told = "given up by the consumer at memory://i: transfer 't': no longer wanted here"
+        told = "given up by the consumer at memory://i: no longer wanted"
         with pytest.raises(TransferAborted, match=told):
             await offer.wait()
         assert producer.statistics().parts_ended == {"landed": 1, "failed": 0, "aborted": 1}
@@ -235,12 +235,12 @@ async def test_the_first_source_that_fails_ends_the_others() -> None:
         second.layer_ready(0)
         await fetch.layer(0)
         first.cancel("preempted")
-        told = "given up by the producer at memory://low: transfer 't': preempted here"
+        told = "given up by the producer at memory://low: preempted"
         with pytest.raises(TransferAborted, match=f"^transfer 't': {told}"):
             await fetch.wait()
-        with pytest.raises(TransferAborted, match="preempted here"):
+        with pytest.raises(TransferAborted, match="preempted"):
             await first.wait()
-        sibling = f"by the consumer at memory://c: transfer 't': another part failed: transfer 't': {told}"
+        sibling = f"by the consumer at memory://c: another part failed: {told}"
         with pytest.raises(TransferAborted, match=sibling):
             await second.wait()
         assert consumer.statistics().parts_ended == {"landed": 0, "failed": 0, "aborted": 2}

@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import gc
 import logging
+import re
 
+import msgspec
 import pytest
 
 from aiokv.device.mocked import MockedDevice
@@ -16,9 +18,12 @@ from aiokv.errors import (
     AiokvError,
     ClosedError,
     InvalidBlocks,
+    LayoutMismatch,
     LocalProtocolError,
+    Refused,
     TransferAborted,
 )
+from aiokv.proto.settings import Settings
 from aiokv.testing.pairs import LAYOUT, Engines, check_idle, settle, transfer, unharmed, virtual_time
 
 
@@ -155,11 +160,9 @@ async def test_cancelling_ends_both_sides_and_says_why(who: str) -> None:
         address = producer.address if who == "offer" else consumer.address
         one.cancel("the user left")
         one.cancel("and again")
-        with pytest.raises(TransferAborted, match="^transfer 't': the user left here$"):
+        with pytest.raises(TransferAborted, match="^transfer 't': the user left$"):
             await one.wait()
-        with pytest.raises(
-            TransferAborted, match=f"given up by the {role} at {address}: transfer 't': the user left here$"
-        ):
+        with pytest.raises(TransferAborted, match=f"given up by the {role} at {address}: the user left$"):
             await other.wait()
 
 
@@ -174,7 +177,7 @@ async def test_what_a_handle_is_called() -> None:
         async with offer:
             fetch.start()
         await fetch.wait()
-        assert repr(fetch) == "<Fetch 't' attempt 3 landed, memory://a at the other end>"
+        assert repr(fetch) == "<Fetch 't' attempt 3 landed, memory://a (memory) at the other end>"
 
 
 # -- failures that nobody sees --------------------------------------------------------------------
@@ -202,7 +205,7 @@ async def test_a_failure_that_nobody_awaited_is_logged(caplog: pytest.LogCapture
         del offer, fetch
         (record,) = collected(caplog)
         assert record.levelno == logging.ERROR
-        told = "given up by the consumer at memory://b: transfer 't': no longer wanted here"
+        told = "given up by the consumer at memory://b: no longer wanted"
         assert record.getMessage() == f"Offer of 't' failed and nobody saw: transfer 't': {told}"
 
 
@@ -248,7 +251,7 @@ async def test_explain_says_what_each_part_waits_for() -> None:
         fetch = consumer.fetch("t", [3, 4], sources=[producer.address], deadline=10)
         fetch.start()
         await settle(producer, consumer)
-        told = "waiting for ACCEPT from memory://a, where it is not offered yet, 10.0 s left"
+        told = "waiting for ACCEPT from memory://a (memory), where it is not offered yet, 10.0 s left"
         assert fetch.explain() == told
         offer = producer.offer("t", [1, 2], readers=2)
         offer.start()
@@ -256,22 +259,30 @@ async def test_explain_says_what_each_part_waits_for() -> None:
         await settle(producer, consumer)
         # The earlier of both sides' deadlines holds for what they share.
         first, _, second = offer.explain().partition("; ")
-        assert first == "waiting for the first layer, memory://b at the other end, 10.0 s left"
+        assert first == "waiting for the first layer, memory://b (memory) at the other end, 10.0 s left"
         assert second == "waiting for GRANT from anybody, 30.0 s left"
-        assert fetch.explain() == "waiting for the first layer, memory://a at the other end, 10.0 s left"
+        assert (
+            fetch.explain()
+            == "waiting for the first layer, memory://a (memory) at the other end, 10.0 s left"
+        )
         offer.layer_ready(0)
         offer.layer_ready(2)
         await settle(producer, consumer)
-        assert fetch.explain() == "2 of 4 layers landed, memory://a at the other end, 10.0 s left"
-        assert offer.explain().startswith("2 of 4 layers announced, memory://b at the other end, 10.0 s left")
+        assert fetch.explain() == "2 of 4 layers landed, memory://a (memory) at the other end, 10.0 s left"
+        assert offer.explain().startswith(
+            "2 of 4 layers announced, memory://b (memory) at the other end, 10.0 s left"
+        )
         for layer in (1, 3):
             offer.layer_ready(layer)
         await fetch.wait()
-        assert fetch.explain() == "landed, memory://a at the other end"
+        assert fetch.explain() == "landed, memory://a (memory) at the other end"
         await settle(producer, consumer)
         offer.cancel()
         assert await outcome(offer) == "TransferAborted"
-        assert offer.explain() == "landed, memory://b at the other end; aborted, anybody at the other end"
+        assert (
+            offer.explain()
+            == "landed, memory://b (memory) at the other end; aborted, nobody at the other end"
+        )
 
 
 @pytest.mark.asyncio
@@ -286,8 +297,8 @@ async def test_explain_says_what_is_not_quiet_yet() -> None:
         fetch.cancel()
         await settle(producer, consumer)
         told = "settled as aborted, waiting until it is quiet"
-        assert fetch.explain() == f"{told}, memory://a at the other end"
-        assert offer.explain() == f"{told}, memory://b at the other end"
+        assert fetch.explain() == f"{told}, memory://a (memory) at the other end"
+        assert offer.explain() == f"{told}, memory://b (memory) at the other end"
         assert not fetch.done()
         assert not offer.done()
         assert consumer.statistics().blocks_held == producer.statistics().blocks_held == 2
@@ -296,6 +307,44 @@ async def test_explain_says_what_is_not_quiet_yet() -> None:
         device.run()
         assert await outcome(fetch) == await outcome(offer) == "TransferAborted"
         check_idle(producer, consumer)
+
+
+@pytest.mark.asyncio
+async def test_an_offer_tells_whom_it_refused_last_and_why() -> None:
+    async with Engines(settings=Settings(tombstone_ns=0)) as engines:
+        producer, fits = await engines.add("a"), await engines.add("b")
+        other = msgspec.structs.replace(LAYOUT, model=b"other")
+        stranger, greedy = await engines.add("x", other), await engines.add("y")
+        offer = producer.offer("t", [1])
+        offer.start()
+        assert "refused" not in offer.explain()
+        for engine, arguments, kind, text in (
+            (
+                stranger,
+                {},
+                LayoutMismatch,
+                "refused memory://x itself: this cache and that of memory://a differ: model",
+            ),
+            (
+                greedy,
+                {"tokens": 8, "blocks": [1, 2]},
+                Refused,
+                "refused memory://y: 8 tokens asked for, 4 are offered",
+            ),
+        ):
+            fetch = engine.fetch(**{"tid": "t", "blocks": [1], "sources": [producer.address], **arguments})
+            with pytest.raises(kind):
+                async with fetch:
+                    pass
+            await settle(producer, engine)
+            assert re.search(
+                rf"waiting for GRANT from anybody \({text}.*\), \d+\.\d s left$", offer.explain()
+            )
+        write(offer)
+        async with fits.fetch("t", [1], sources=[producer.address]):
+            pass
+        await offer.wait()
+        assert offer.explain() == "landed, memory://b (memory) at the other end"
 
 
 # -- statistics -----------------------------------------------------------------------------------
@@ -307,7 +356,8 @@ async def test_statistics_count_what_goes_on_and_what_went_on() -> None:
         producer, consumer = await engines.add("p"), await engines.add("c")
         fresh = dataclasses.asdict(producer.statistics())
         assert fresh.pop("parts_ended") == {"landed": 0, "failed": 0, "aborted": 0}
-        assert set(fresh.values()) == {0}
+        assert fresh.pop("received_by_transport") == fresh.pop("sent_by_transport") == {}
+        assert not any(value for value in fresh.values() if isinstance(value, int))
         offer, fetch = begun(producer, consumer)
         late = consumer.fetch("late", [5], sources=[producer.address])
         late.start()
@@ -326,8 +376,16 @@ async def test_statistics_count_what_goes_on_and_what_went_on() -> None:
         p, c = producer.statistics(), consumer.statistics()
         assert p.parts_ended == {"landed": 1, "failed": 0, "aborted": 0}
         assert c.parts_ended == {"landed": 1, "failed": 0, "aborted": 1}
-        assert (p.bytes_sent, p.bytes_received) == (0, 0)  # whoever reads has moved it
-        assert (c.bytes_sent, c.bytes_received) == (0, 4 * 2 * LAYOUT.groups[0].block_bytes)
+        moved = 4 * 2 * LAYOUT.groups[0].block_bytes
+        assert (p.bytes_sent, p.bytes_received) == (moved, 0)
+        assert (c.bytes_sent, c.bytes_received) == (0, moved)
+        assert (p.sent_by_transport, p.received_by_transport) == ({"memory": moved}, {})
+        assert (c.sent_by_transport, c.received_by_transport) == ({}, {"memory": moved})
+        for handle in (offer, fetch):
+            progress = handle.progress
+            assert (progress.bytes_moved, progress.bytes_total) == (moved, moved)
+            assert progress.transports == ("memory",)
+        assert late.progress.transports == ("memory",)
         assert p.frames_sent == c.frames_received > 0
         assert c.frames_sent == p.frames_received > 0
         assert p.frames_stray == c.frames_stray == p.sessions_lost == c.sessions_lost == 0

@@ -275,7 +275,7 @@ def test_every_difference_is_named() -> None:
     two = CacheLayout(groups=(changed(GROUP, dtype="int8"),))
     assert list(one.differences(two)) == [
         "model fingerprint 74776f against empty",
-        "group 0: layers 3 layers against 2 layers",
+        "group 0: 3 layers against 2",
         "group 0: dtype bfloat16 against int8",
     ]
     assert list(LAYOUT.differences(two)) == [

@@ -259,7 +259,7 @@ def test_an_offer_that_nobody_takes_ends_by_its_deadline(net: Net, a: Member) ->
     net.wait(1)
     assert offer.resolved
     assert isinstance(offer.error, DeadlineExceeded)
-    assert "deadline passed at the producer, waiting for GRANT from anybody, 0.0 s left" in str(offer.error)
+    assert "deadline passed at the producer, waiting for GRANT from anybody" in str(offer.error)
     assert a.next_timer() is None
 
 
@@ -352,26 +352,28 @@ def test_it_explains_what_each_side_waits_for(net: Net, a: Member, b: Member) ->
     assert explain(b, theirs) == "waiting for a connection to memory://a, 30.0 s left"
     net.run()
     assert explain(b, theirs) == (
-        "waiting for ACCEPT from memory://a, where it is not offered yet, 30.0 s left"
+        "waiting for ACCEPT from memory://a (read), where it is not offered yet, 30.0 s left"
     )
     offer = a.offer("t")
     ours = offer.parts[0]
     net.run()
-    assert explain(a, ours) == "waiting for the first layer, memory://b at the other end, 30.0 s left"
-    assert explain(b, theirs) == "waiting for the first layer, memory://a at the other end, 30.0 s left"
+    assert explain(a, ours) == "waiting for the first layer, memory://b (read) at the other end, 30.0 s left"
+    assert (
+        explain(b, theirs) == "waiting for the first layer, memory://a (read) at the other end, 30.0 s left"
+    )
     a.ready(offer, 2)
     net.wait(500_000_000)
-    assert explain(a, ours) == "1 of 4 layers announced, memory://b at the other end, 29.5 s left"
+    assert explain(a, ours) == "1 of 4 layers announced, memory://b (read) at the other end, 29.5 s left"
     b.busy.add(theirs)
-    assert explain(b, theirs) == "0 of 4 layers landed, memory://a at the other end, 29.5 s left"
+    assert explain(b, theirs) == "0 of 4 layers landed, memory://a (read) at the other end, 29.5 s left"
     b.abort(fetch, TransferAborted("enough"))
     assert explain(b, theirs) == (
-        "settled as aborted, waiting until it is quiet, memory://a at the other end"
+        "settled as aborted, waiting until it is quiet, memory://a (read) at the other end"
     )
     b.rest(theirs)
     net.run()
     b.rest(theirs)
-    assert explain(b, theirs) == "aborted, memory://a at the other end"
+    assert explain(b, theirs) == "aborted, memory://a (read) at the other end"
 
 
 def test_it_explains_a_push_and_several_sources(net: Net, a: Member, b: Member) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from aiokv.errors import InvalidBlocks, LayoutMismatch
 from aiokv.proto.layout import CacheLayout, GroupLayout, Kind, itemsize
 from aiokv.proto.placement import GroupPlacement, Placement
-from aiokv.proto.plan import Chunk, Copy, CopyPlan, GroupBlocks, Section, Side, plan_copy
+from aiokv.proto.plan import Chunk, Copy, CopyPlan, GroupBlocks, Section, Side, plan_copy, planned_bytes
 
 #: (axes, split) of everything that keeps K and V of several heads.
 FULL = [
@@ -273,6 +273,20 @@ def test_extents_are_the_loops_walked_in_order_with_neighbours_joined(
             assert (
                 copy.section.dst_reach == max(to for _, to in walked(copy)) - copy.dst_base + copy.section.run
             )
+
+
+@given(cases())
+def test_how_much_it_moves_is_known_without_it(case: tuple[Side, Side, int, int, tuple[int, int]]) -> None:
+    src, dst, first_token, tokens, heads = case
+    plan = plan_copy(src, dst, first_token=first_token, tokens=tokens, heads=heads)
+    shares = [(0, 1) if group.total_heads == 1 else heads for group in src.layout.groups]
+    for mine, theirs in ((src, dst), (dst, src)):
+        starts = zip(mine.blocks, theirs.blocks, strict=True)
+        if all(listed.start >= other.start for listed, other in starts):
+            found = planned_bytes(
+                mine.layout, mine.blocks, first_token=first_token, tokens=tokens, heads=shares
+            )
+            assert found == plan.total
 
 
 def over_a_wire(side: Side) -> Side:
