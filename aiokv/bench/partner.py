@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import cProfile
+import time
 from contextlib import AsyncExitStack, closing
 from typing import Any
 
 import aiokv
 from aiokv.bench.channels import CHANNELS
 from aiokv.bench.child import Line
-from aiokv.bench.usage import holdings, resident_bytes, used_cpu_ns
+from aiokv.bench.usage import holdings, resident_bytes, used_cpu_ns, used_cpu_of_loop_ns
 
 __all__ = ["FUNCTION", "Partner", "layout", "serve"]
 
@@ -25,11 +26,24 @@ def layout(blocks: int, layers: int = 1) -> aiokv.CacheLayout:
     )
 
 
-async def serve(line: Line, *, blocks: int, layers: int, transports: list[str], channel: str = "zmq") -> None:
+async def serve(
+    line: Line,
+    *,
+    blocks: int,
+    layers: int,
+    transports: list[str],
+    channel: str = "zmq",
+    settings: dict[str, int] | None = None,
+) -> None:
     """Answer each command with what it gives; see the methods of ``Partner``."""
     cache = await asyncio.to_thread(aiokv.KVCache.allocate, layout(blocks, layers))
     with closing(cache):
-        async with aiokv.TransferEngine(cache, transports=transports, channel=CHANNELS[channel]()) as engine:
+        async with aiokv.TransferEngine(
+            cache,
+            transports=transports,
+            channel=CHANNELS[channel](),
+            settings=aiokv.Settings(**(settings or {})),
+        ) as engine:
             partner = Partner(engine)
             line.say(address=engine.address)
             async for told in line:
@@ -73,12 +87,17 @@ class Partner:
 
     async def usage(self) -> dict[str, Any]:
         """What this process used and holds."""
-        return {"cpu_ns": used_cpu_ns(), "rss": resident_bytes(), "held": holdings(self._engine)}
+        return {
+            "cpu_ns": used_cpu_ns(),
+            "loop_ns": used_cpu_of_loop_ns(),
+            "rss": resident_bytes(),
+            "held": holdings(self._engine),
+        }
 
     async def profile(self, file: str = "") -> dict[str, Any]:
         """Begin to profile; with a file, end and write there."""
         if not file:
-            self._profile = cProfile.Profile()
+            self._profile = cProfile.Profile(time.thread_time)
             self._profile.enable()
         elif self._profile is not None:
             self._profile.disable()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import aiokv
 
-__all__ = ["holdings", "resident_bytes", "used_cpu_ns"]
+__all__ = ["holdings", "resident_bytes", "used_cpu_ns", "used_cpu_of_loop_ns"]
 
 #: Of an engine's statistics, what is 0 while nothing goes on.
 _HELD = ("offers", "fetches", "parts", "parked", "leases", "blocks_held", "quarantined", "in_flight")
@@ -18,6 +18,11 @@ _HELD = ("offers", "fetches", "parts", "parked", "leases", "blocks_held", "quara
 def used_cpu_ns() -> int:
     """CPU time of all threads of this process so far."""
     return time.process_time_ns()
+
+
+def used_cpu_of_loop_ns() -> int:
+    """CPU time of the calling thread so far; the rest of the process's is that of native I/O threads."""
+    return time.thread_time_ns()
 
 
 def resident_bytes() -> int:

@@ -33,6 +33,8 @@ _SEED = 5
 _LAYOUT = aiokv.CacheLayout.attention(
     layers=2, blocks=16, block_size=16, heads=1, head_size=16, dtype="bfloat16", model=b"bench"
 )
+#: Ended transfers are remembered for a while. With few of them, memory that grows is that of peers.
+_SETTINGS = aiokv.Settings(tombstones=16)
 #: Transfers at once while pairs meet, and while transfers are counted.
 _AT_ONCE = 8
 
@@ -99,6 +101,7 @@ class _Deployment:
                 cache,
                 transports=[MemoryTransport(self._hub)],
                 channel=self._network.channel(f"memory://{name}"),
+                settings=_SETTINGS,
             )
         )
 
