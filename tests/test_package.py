@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +77,12 @@ def test_public_name_is_documented(name: str) -> None:
         pytest.skip("a constant or an alias is documented by a comment")
     # A dataclass that has no docstring is given its signature for one.
     assert not (public.__doc__ or f"{name}(").startswith(f"{name}("), f"aiokv.{name} has no docstring"
+
+
+@pytest.mark.parametrize("public", [aiokv.Progress, aiokv.Settings, aiokv.Statistics])
+def test_help_explains_every_field(public: type) -> None:
+    for field in dataclasses.fields(public):
+        assert re.search(rf"^        {field.name}: \S", public.__doc__ or "", re.MULTILINE), field.name
 
 
 def test_every_error_is_public() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -139,10 +140,13 @@ class KVCache:
         Nothing is copied. A view keeps the memory mapped, also after ``close``.
 
         Raises:
+            IndexError: There is no such layer.
+            TypeError: The layer is no integer.
             ClosedError: The cache was closed.
         """
         if self._closed:
             raise ClosedError("this KV cache was closed")
+        layer = operator.index(layer)
         if layer not in self._tensors:
             self._tensors[layer] = self._views(layer)
         planes = self._tensors[layer]

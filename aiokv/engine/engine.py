@@ -292,6 +292,12 @@ class TransferEngine:
 
         Nothing is taken or sent before the offer is entered (``async with``) or started.
 
+        A reader that fails, or a deadline that passes, does not interrupt the body of the ``async
+        with``, and ``Offer.layer_ready`` does not raise for it: other readers may go on, and a
+        model's step is not the place to end. ``Offer.error`` tells of it at once, ``Offer.done``
+        once no reader is left; it is raised where the ``async with`` is left, or by ``Offer.wait``,
+        as soon as all readers have ended.
+
         Args:
             tid: Transfer id, issued by the router or the caller of both sides.
             blocks: Block ids in the order of the tokens; for each group a list, where the cache

@@ -147,6 +147,7 @@ class Handle:
         Any number of tasks may wait; cancelling one of them changes nothing for the transfer.
 
         Raises:
+            LocalProtocolError: It was not begun.
             AiokvError: The transfer failed; which error says why.
         """
         if not self._begun:

@@ -37,7 +37,8 @@ class Offer(Handle):
         """Say that a layer of all blocks is written, as of what is enqueued on ``stream`` now.
 
         May be called from any thread, in any order of layers. Never blocks. Does nothing once the
-        transfer is over.
+        transfer is over, be it by the failure of its readers: ``error`` tells of that, and it is
+        raised by ``wait`` and at the end of the ``async with``.
 
         Args:
             layer: Model-wide index of the layer.
@@ -96,6 +97,7 @@ class Fetch(Handle):
         Raises:
             TypeError: The layer is no integer.
             IndexError: There is no such layer.
+            LocalProtocolError: It was not begun.
             AiokvError: The transfer failed before.
         """
         await self._until(layer, self._layers)
@@ -109,6 +111,7 @@ class Fetch(Handle):
         Raises:
             TypeError: The layer is no integer.
             IndexError: There is no such layer.
+            LocalProtocolError: It was not begun.
             AiokvError: The transfer failed before.
         """
         await self._until(layer, self._ordered)
@@ -128,6 +131,7 @@ class Fetch(Handle):
         """The layers as they land, each once, in the order in which they do.
 
         Raises:
+            LocalProtocolError: It was not begun.
             AiokvError: The transfer failed; layers yielded before are in place all the same.
         """
         if not self._begun:

@@ -377,3 +377,13 @@ def test_it_says_what_it_is() -> None:
     assert repr(cache) == f"<KVCache of 2 layers, 5 blocks, {size} bytes in 1 buffers, host>"
     cache.close()
     assert repr(cache).endswith(", host closed>")
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind"), [(1.0, TypeError), (None, TypeError), (2, IndexError), (-1, IndexError)]
+)
+def test_a_layer_that_cannot_be_meant_is_refused(layer: object, kind: type[Exception]) -> None:
+    with KVCache.allocate(LAYOUT) as cache:
+        assert cache.tensor(np.int64(1)) is cache.tensor(1)
+        with pytest.raises(kind):
+            cache.tensor(layer)

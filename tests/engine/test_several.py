@@ -102,6 +102,31 @@ async def test_who_is_named_and_who_comes_by_itself() -> None:
 
 
 @pytest.mark.asyncio
+async def test_readers_that_fail_do_not_interrupt_the_body_of_the_offer() -> None:
+    async with Engines() as engines:
+        producer, first, second = [await engines.add(name) for name in "pab"]
+        body = []
+        with pytest.raises(TransferAborted, match="given up by the consumer at memory://a: no use"):
+            async with producer.offer("t", [1], readers=2) as offer:
+                fetches = [engine.fetch("t", [2], sources=[producer.address]) for engine in (first, second)]
+                for fetch in fetches:
+                    fetch.start()
+                await settle(producer, first, second)
+                for layer, fetch in enumerate(fetches):
+                    fetch.cancel("no use")
+                    await settle(producer, first, second)
+                    assert isinstance(offer.error, TransferAborted)
+                    assert offer.done() is (layer == 1)
+                    offer.layer_ready(layer)
+                    body.append(layer)
+        assert body == [0, 1]
+        for fetch in fetches:
+            with pytest.raises(TransferAborted):
+                await fetch.wait()
+        check_idle(producer, first, second)
+
+
+@pytest.mark.asyncio
 async def test_a_reader_that_fails_leaves_the_others_going_and_the_offer_tells_of_it() -> None:
     async with Engines() as engines:
         producer, well, ill = [await engines.add(name) for name in "pwi"]
