@@ -43,7 +43,7 @@ class Address:
         """Take an address apart.
 
         Raises:
-            ValueError: It isn't of the form ``scheme://host:port``, with a key or without; IPv6 goes in brackets.
+            ValueError: It isn't of the form ``scheme://host:port`` or that with a key; IPv6 goes in brackets.
         """
         match = _PATTERN.fullmatch(text)
         if match is None or match["scheme"] != scheme:

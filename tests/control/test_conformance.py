@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
 from aiokv.control.memory import MemoryNetwork
+from aiokv.control.streams import StreamChannel
+from aiokv.control.tls import Tls
 from aiokv.control.zmq import ZmqChannel
 from aiokv.testing.conformance import channels
 from aiokv.testing.faultynetwork import FaultyNetwork
@@ -16,6 +19,18 @@ def over_zmq(*, queue):
     return lambda address: ZmqChannel(address or "tcp://127.0.0.1:0", queue=queue)
 
 
+def over_streams(*, queue):
+    return lambda address: StreamChannel(address or "stream://127.0.0.1:0", queue=queue)
+
+
+def over_tls(*, queue):
+    here = Path(__file__).parent / "certificates"
+    tls = Tls.load(here / "a.pem", here / "a.key", ca=here / "ca.pem")
+    return lambda address: StreamChannel(
+        (address or "tls://127.0.0.1:0").partition("#")[0], queue=queue, tls=tls
+    )
+
+
 def over_network(network):
     names = itertools.count()
     return lambda address: network.channel(address or f"memory://{next(names)}")
@@ -23,6 +38,8 @@ def over_network(network):
 
 KITS = {
     "zmq": over_zmq,
+    "stream": over_streams,
+    "tls": over_tls,
     "memory": lambda *, queue: over_network(MemoryNetwork(queue=queue)),
     "faultless": lambda *, queue: over_network(FaultyNetwork(0, queue=queue)),
 }

@@ -260,7 +260,7 @@ async def address_in_use_is_told(kit: ChannelKit) -> None:
     before = await descriptors()
     error = await start_fails(OSError, second)
     assert getattr(error, "errno", None) == errno.EADDRINUSE
-    assert b.address in str(error)
+    assert b.address.partition("#")[0] in str(error)  # without the key, if it names one
     assert await descriptors() <= before
     port = a.channel.open(b.address)
     port.send(b"to the first")
@@ -337,6 +337,7 @@ async def cancelled_start_leaves_nothing(kit: ChannelKit) -> None:
 async def cancelled_aclose_still_closes(kit: ChannelKit) -> None:
     """And a second aclose waits until it has."""
     make = kit(queue=4096)
+    await nowhere(make)  # libuv keeps a descriptor in reserve from a loop's first listener on
     before = await descriptors()
     a = await started(make)
     task = asyncio.get_running_loop().create_task(a.channel.aclose())

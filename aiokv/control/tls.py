@@ -1,0 +1,157 @@
+"""TLS for the stream channel: ``Tls`` is what a user gives, a ``TlsEnd`` is one connection's.
+
+It is the standard library's, fed by hand (``ssl.MemoryBIO``): so a connection is bounded and dropped during
+its handshake in the same way as after it, on every event loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import ssl
+from dataclasses import dataclass
+from typing import Self
+
+__all__ = ["Tls", "TlsEnd"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Certificates for control addresses of the form ``tls://host:port``.
+
+    Both contexts are used as they are. They must present the same certificate: its fingerprint names this
+    engine in its address, and peers drop what comes with another.
+
+    Attributes:
+        server: For connections that peers open. It must ask for a certificate (``CERT_REQUIRED``), else
+            anybody can connect, which an engine refuses unless ``insecure`` is asked for.
+        client: For connections to peers.
+    """
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    @classmethod
+    def load(
+        cls,
+        certificate: str | os.PathLike[str],
+        key: str | os.PathLike[str],
+        *,
+        ca: str | os.PathLike[str],
+        check_hostname: bool = True,
+    ) -> Self:
+        """Contexts from PEM files, with TLS 1.3 and a certificate asked for both ways.
+
+        Reads files, so it is not for a running loop.
+
+        Args:
+            certificate: This engine's, followed by those between it and the authority, if any.
+            key: Its private key, not encrypted.
+            ca: Certificates of the authorities that vouch for peers.
+            check_hostname: Whether a peer's certificate must also name the host that was connected to. An
+            address
+                names the certificate itself, so that those without host names are safe, too.
+
+        Raises:
+            OSError: A file can't be read, or isn't what it should be (``ssl.SSLError``).
+        """
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname = check_hostname
+        server.num_tickets = 0  # nobody resumes; a ticket that isn't read turns a close into a reset
+        for context in (server, client):
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.load_verify_locations(ca)
+            context.load_cert_chain(certificate, key)
+        return cls(server, client)
+
+    @property
+    def mutual(self) -> bool:
+        """Whether peers have to show a certificate."""
+        return self.server.verify_mode is ssl.CERT_REQUIRED
+
+    def fingerprint(self) -> str:
+        """SHA-256 of this engine's own certificate, in hexadecimal.
+
+        A context doesn't tell what certificate it holds, so one is asked for in a handshake in memory. That
+        takes a few milliseconds.
+
+        Raises:
+            ssl.SSLError: The server's context has no certificate.
+        """
+        anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
+        asking, asked = TlsEnd(anybody, ""), TlsEnd(self.server)
+        asking.receive(b"")
+        while not asking.ready:
+            asked.receive(asking.outgoing())
+            asking.receive(asked.outgoing())
+        return asking.peer
+
+    def server_end(self) -> TlsEnd:
+        """The end of a connection that a peer opened."""
+        return TlsEnd(self.server)
+
+    def client_end(self, host: str) -> TlsEnd:
+        """The end of a connection to a host; begin by sending ``outgoing()``."""
+        end = TlsEnd(self.client, host)
+        end.receive(b"")
+        return end
+
+
+class TlsEnd:
+    """One end of one connection: bytes in, bytes out, nothing in between.
+
+    Args:
+        context: The settings.
+        host: Where this end connects to; None where the peer connected.
+    """
+
+    def __init__(self, context: ssl.SSLContext, host: str | None = None) -> None:
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._in, self._out, server_side=host is None, server_hostname=host or None
+        )
+        #: The handshake is done.
+        self.ready = False
+
+    @property
+    def peer(self) -> str:
+        """SHA-256 of the peer's certificate, in hexadecimal; empty if it showed none."""
+        certificate = self._tls.getpeercert(binary_form=True)
+        return hashlib.sha256(certificate).hexdigest() if certificate else ""
+
+    def receive(self, data: bytes | memoryview) -> bytes:
+        """What the peer said in the bytes that arrived; the handshake goes on first.
+
+        Raises:
+            ssl.SSLError: The peer doesn't keep to the protocol, or isn't trusted; ``outgoing`` tells it so.
+        """
+        self._in.write(data)
+        said = []
+        try:
+            if not self.ready:
+                self._tls.do_handshake()
+                self.ready = True
+            # Each read gives one record, of 16 KiB at most.
+            while piece := self._tls.read(1 << 16):
+                said.append(piece)
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLZeroReturnError:
+            pass  # the peer's last word; its end of the connection closes, too
+        return b"".join(said)
+
+    def seal(self, data: bytes) -> bytes:
+        """What to send for the peer to receive ``data``.
+
+        Raises:
+            ssl.SSLError: Nothing can be sent.
+        """
+        self._tls.write(data)
+        return self._out.read()
+
+    def outgoing(self) -> bytes:
+        """What the protocol itself has to send."""
+        return self._out.read()
