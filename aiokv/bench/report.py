@@ -98,8 +98,9 @@ class Report:
             self.ratios[name] = ratio
 
     def leave_out(self, names: Iterable[str], why: str) -> None:
-        """Named figures that can't be had here."""
-        self.absent.update(dict.fromkeys(names, why))
+        """Named figures that can't be had here; those that are absent already keep their reason."""
+        for name in names:
+            self.absent.setdefault(name, why)
 
     def tables(self) -> dict[tuple[str, str], Sequence[dict[str, Cell]]]:
         """Rows by benchmark and table, in the order in which they came."""

@@ -100,3 +100,11 @@ def test_json_has_the_form_that_readers_expect() -> None:
     ratio = whole["ratios"]["some.rate"]
     assert ratio == {"value": 1.0, "goal": 0.85, "better": "higher", "spread": pytest.approx(0.1)}
     assert set(whole["absent"]) == {"some.lag", "some.other"}
+
+
+def test_a_reason_that_was_given_is_kept() -> None:
+    found = report()
+    found.ratio("some.rate", [0.4, 0.9, 1.2])
+    found.leave_out(["some.rate"], "not with --quick")
+    found.end("failed")
+    assert "hides" in found.absent["some.rate"]
