@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from aiokv.engine.histogram import Histogram
+
 __all__ = ["Alarm"]
 
 #: A timer that comes this late may have kept input waiting; that is read before any verdict.
@@ -44,8 +46,9 @@ class Alarm:
         self._at = 0
         #: Until when input is read after a timer that came late; 0 where none did (ns).
         self._reading_until = 0
-        #: How late it came at worst (ns).
+        #: How late it came at worst (ns), and each time.
         self.lag = 0
+        self.lags = Histogram()
 
     def set(self, wanted: int | None) -> None:
         """Call ``due`` at ``wanted`` (ns), and not when it was set for before; None: not at all."""
@@ -71,6 +74,7 @@ class Alarm:
         now, first = self._clock(), not self._reading_until
         lateness, self._timer = now - (self._reading_until or self._at), None
         self.lag = max(self.lag, lateness)
+        self.lags.add(max(0, lateness))
         if lateness > self._patience_ns:
             self._late(now)
         if lateness > _LATE_NS and first:

@@ -25,6 +25,7 @@ from aiokv.engine.leases import BlockLeases, Lease, written
 from aiokv.engine.mover import Mover
 from aiokv.engine.peer import Peers
 from aiokv.engine.statistics import Statistics
+from aiokv.engine.stopwatch import Stopwatch, Track
 from aiokv.errors import AiokvError, DeviceError, InvalidBlocks, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Message
@@ -49,6 +50,7 @@ class Core:
         transports: The transports that can be used, best first, started.
         settings: Timers and bounds.
         clock: The time (ns).
+        track: Is told of every step of every part; None: nobody is.
     """
 
     def __init__(
@@ -59,12 +61,15 @@ class Core:
         transports: Sequence[Transport],
         settings: Settings,
         clock: Callable[[], int],
+        track: Track | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.cache = cache
         self.settings = settings
         self.clock = clock
         self.table = Table(cache.layout, settings)
+        self._stopwatch = Stopwatch(clock, track)
+        self.table.ledger.stepped = self._stopwatch.stepped
         self.leases = BlockLeases(cache.layout)
         self.poller = CompletionPoller(self.loop, clock=clock)
         self.mover = Mover(
@@ -181,6 +186,10 @@ class Core:
         """What a part waits for, in words."""
         return self.table.ledger.explain(part, self.clock())
 
+    def woke(self, transfer: Transfer) -> None:
+        """A task that waited for the end of a transfer runs again."""
+        self._stopwatch.woke(transfer)
+
     def layer_ready(self, course: Course, layer: int, stream: object | None) -> None:
         """From any thread: a layer is written, as of what is enqueued on the stream."""
         self._announced.add(course, layer, stream)
@@ -212,12 +221,13 @@ class Core:
 
     # -- what comes from the data plane
 
-    def _on_moved(self, part: Part, nbytes: int, layer_through: bool) -> None:
+    def _on_moved(self, part: Part, layer: int, nbytes: int, layer_through: bool) -> None:
         course = self._courses.get(part.transfer)
         if course is not None:
             course.bytes_moved += nbytes
             if layer_through:  # nobody waits for less
                 course.changed()
+        self._stopwatch.moved(part, layer, nbytes, through=layer_through)
         (self._received if part.role == "consumer" else self._sent)[part.link] += nbytes
 
     def _on_read(self, part: Part) -> None:
@@ -410,7 +420,7 @@ class Core:
     # -- for people
 
     def statistics(self) -> Statistics:
-        """A snapshot."""
+        """A snapshot; it may be taken from any thread."""
         return Statistics(
             bytes_received=sum(dict(self._received).values()),
             bytes_sent=sum(dict(self._sent).values()),
@@ -424,7 +434,12 @@ class Core:
             leases=self.leases.out,
             blocks_held=self.leases.held(),
             quarantined=len(self._quarantined),
+            blocks_quarantined=sum(lease.blocks for lease in list(self._quarantined)),
+            state_times=self._stopwatch.snapshot(),
+            parts_queued=self.mover.parts_queued,
             in_flight=self.mover.in_flight,
+            bytes_in_flight=self.mover.bytes_in_flight,
+            window_bytes=self.settings.window_bytes,
             sessions=len(self.peers.sessions),
             sessions_lost=self.peers.sessions_lost,
             frames_sent=self.peers.frames_sent,
@@ -432,4 +447,6 @@ class Core:
             frames_stray=self.demultiplexer.frames_stray,
             turns=self._turns,
             loop_lag_max=self._alarm.lag / 1e9,
+            loop_lags=self._alarm.lags.snapshot(),
+            completion=self.poller.statistics,
         )

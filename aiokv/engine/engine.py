@@ -44,6 +44,7 @@ from aiokv.engine.choices import (
 from aiokv.engine.core import Core
 from aiokv.engine.course import Course, FetchCourse
 from aiokv.engine.statistics import Statistics
+from aiokv.engine.stopwatch import Trace
 from aiokv.engine.transfer import Fetch, Offer
 from aiokv.errors import ClosedError, DeviceError, InvalidBlocks
 from aiokv.proto.messages import OLDEST_VERSION, VERSION, Hello, encode_message
@@ -76,6 +77,7 @@ class TransferEngine:
         settings: Timers and bounds.
         channel: A control channel made by the caller, in place of ``bind`` and ``advertise``.
         clock: Nanoseconds of the clock that leases are written in; shared by a host's processes.
+        trace: Records what each transfer does and when, such as ``aiokv.tracing.Recorder``.
 
     Attributes:
         cache: As given.
@@ -96,6 +98,7 @@ class TransferEngine:
         settings: Settings | None = None,
         channel: Channel | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        trace: Trace | None = None,
     ) -> None:
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache is a KVCache, not {cache!r}")
@@ -105,11 +108,14 @@ class TransferEngine:
             raise TypeError(f"channel is a control channel (see control.base), not {channel!r}")
         if not callable(clock):
             raise TypeError(f"clock is a function that gives nanoseconds, not {clock!r}")
+        if trace is not None and not callable(getattr(trace, "track", None)):
+            raise TypeError(f"trace is a recorder (see aiokv.tracing), not {trace!r}")
         if channel is None:
             checked_binding(bind, advertise)
         self.cache = cache
         self._settings = settings or Settings()
         self._clock = clock
+        self._trace = trace
         self._bind, self._advertise = bind, advertise
         self._chosen = checked_transports(transports)
         #: The caller's channel; or ours, None until it is made.
@@ -186,7 +192,8 @@ class TransferEngine:
         )
         _check_sayable(hello)
         me = Identity(os.urandom(16), hello)
-        self._core = Core(me, self.cache, self._channel, started, self._settings, self._clock)
+        track = self._trace.track(self.address, me.incarnation) if self._trace is not None else None
+        self._core = Core(me, self.cache, self._channel, started, self._settings, self._clock, track)
 
     async def __aexit__(
         self,
@@ -426,7 +433,7 @@ class TransferEngine:
         return Fetch(core, course, begin)
 
     def statistics(self) -> Statistics:
-        """A snapshot of what this engine did and is doing.
+        """A snapshot of what this engine did and is doing; it may be taken from any thread.
 
         Raises:
             ClosedError: The engine was not entered yet.

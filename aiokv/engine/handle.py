@@ -56,6 +56,9 @@ class Pump(Protocol):
     def explain(self, part: Part) -> str:
         """What a part waits for, in words."""
 
+    def woke(self, transfer: Transfer) -> None:
+        """A task that waited for the end of a transfer runs again."""
+
 
 class Handle:
     """A transfer of either role: begun once, waited for by any number of tasks, given up or over.
@@ -153,6 +156,7 @@ class Handle:
         if not self._begun:
             raise LocalProtocolError(f"transfer {self._transfer} was not begun")
         await self._course.quiet()
+        self._core.woke(self._transfer)
         self._raise()
 
     def _raise(self) -> None:

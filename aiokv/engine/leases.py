@@ -32,6 +32,11 @@ class Lease:
         self._write = write
         self._held = True
 
+    @property
+    def blocks(self) -> int:
+        """How many it holds, over all groups."""
+        return sum(int(listed.ids.size) for listed in self._blocks)
+
     def give_back(self) -> None:
         """The blocks are nobody's again. Does nothing the second time."""
         if self._held:

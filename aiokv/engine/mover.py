@@ -39,7 +39,7 @@ class Mover:
         clock: The time (ns).
         settings: Sizes.
         wake: Asks for another turn.
-        moved: Told of each chunk that completed: its part, its bytes, and whether its layer is through.
+        moved: Told of each chunk that completed: its part, layer and bytes, and whether its layer is through.
         submitted: Told when all of a layer of a part was submitted, with the event that covers it.
     """
 
@@ -52,7 +52,7 @@ class Mover:
         clock: Callable[[], int],
         settings: Settings,
         wake: Callable[[], None],
-        moved: Callable[[Part, int, bool], None],
+        moved: Callable[[Part, int, int, bool], None],
         submitted: Callable[[Part, int, Event], None],
     ) -> None:
         self._table = table
@@ -77,6 +77,16 @@ class Mover:
     def movements(self) -> int:
         """Parts that have a plan and have not ended."""
         return len(self._movements)
+
+    @property
+    def parts_queued(self) -> int:
+        """Parts with chunks that wait to be submitted."""
+        return len(self._scheduler)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes of submitted copies that count in the window."""
+        return self._scheduler.in_flight
 
     # -- what the table asks for
 
@@ -310,7 +320,7 @@ class Mover:
     def _landed(self, movement: Movement, layer: int, nbytes: int) -> None:
         part = movement.part
         movement.missing[layer] -= nbytes
-        self._moved(part, nbytes, not movement.missing[layer])
+        self._moved(part, layer, nbytes, not movement.missing[layer])
         if part.role == "consumer" and not movement.missing[layer]:
             self._table.consumer.copied(part, 1 << layer)
 

@@ -140,8 +140,8 @@ class Peers:
 
     @property
     def sessions(self) -> list[Session]:
-        """Sessions that are not over."""
-        return [peer.session for peer in self._sessions.values() if peer.session is not None]
+        """Sessions that are not over. May be called from any thread."""
+        return [peer.session for peer in list(self._sessions.values()) if peer.session is not None]
 
     def at(self, address: str) -> Peer:
         """The peer at ``address``, known from now on.

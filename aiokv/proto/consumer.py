@@ -95,7 +95,7 @@ class Consumer:
                 blocks=pack_blocks(fetching.blocks) if needed and not part.one_sided else (),
                 trace=fetching.trace,
             )
-            part.life.on(Event.GRANT)
+            self._ledger.step(part, Event.GRANT)
             part.session.send(grant)
             if not needed:
                 # Nothing will be written here, so there is nothing to wait for: not even the producer.
@@ -122,7 +122,7 @@ class Consumer:
     def moving(self, part: Part) -> None:
         """The first bytes that a producer sent are coming in."""
         if part.state is State.GRANTED:
-            part.life.on(Event.MOVE)
+            self._ledger.step(part, Event.MOVE)
 
     # -- messages of producers
 
@@ -147,6 +147,7 @@ class Consumer:
             if reason:
                 self._refuse(session, offer, reason, "the fetch has all its sources")
             return
+        part.peer_trace = offer.trace
         self._ledger.bind(part, session, now)
         self._ledger.shorten(part, deadline)
         self._ledger.act(ActionKind.CONNECT, part)
@@ -190,7 +191,7 @@ class Consumer:
             if not part.one_sided and part.session is not None:
                 raise RemoteProtocolError(f"{part.session.address} announced layers that it has to send")
             part.ready |= new
-            part.life.on(Event.MOVE)
+            self._ledger.step(part, Event.MOVE)
             self._ledger.act(ActionKind.MOVE, part, new)
 
     # -- small parts

@@ -7,6 +7,8 @@ leaves ``actions`` for the layer above; it does nothing itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from aiokv.errors import (
     AiokvError,
     BusyError,
@@ -41,6 +43,8 @@ class Ledger:
         self.settings = settings
         #: For the layer above, in order; it empties the list.
         self.actions: list[Action] = []
+        #: Told when a part entered another state, with the one that it left; None where it is new.
+        self.stepped: Callable[[Part, State | None], None] = _nobody
         #: Transfers that are not over.
         self.transfers: dict[tuple[Key, Role], Transfer] = {}
         #: Parts that have a session and have not ended.
@@ -74,6 +78,7 @@ class Ledger:
         if session is not None:
             self.bind(part, session, now)
             self.act(ActionKind.CONNECT, part)
+        self.stepped(part, None)
         return part
 
     def bind(self, part: Part, session: Session, now: int) -> None:
@@ -124,6 +129,13 @@ class Ledger:
             part.deadline = deadline
             self._timers.set(deadline, part)
 
+    def step(self, part: Part, event: Event, error: AiokvError | None = None) -> State:
+        """Let a part take one event; see ``Life.on``. Returns the state that it is in then."""
+        before, after = part.state, part.life.on(event, error)
+        if after is not before:
+            self.stepped(part, before)
+        return after
+
     def act(self, kind: ActionKind, part: Part, mask: int = 0) -> None:
         """Leave something to do for the layer above."""
         self.actions.append(Action(kind, part, mask))
@@ -157,7 +169,7 @@ class Ledger:
                 self._settle(sibling, Event.ABORT, TransferAborted(text), reason)
 
     def _settle(self, part: Part, event: Event, error: AiokvError | None, reason: str) -> None:
-        before, after = part.state, part.life.on(event, error)
+        before, after = part.state, self.step(part, event, error)
         transfer, session = part.transfer, part.session
         if error is not None and transfer.error is None:
             transfer.error = error
@@ -184,7 +196,7 @@ class Ledger:
     def quiet(self, part: Part) -> None:
         """Nothing in flight on this side, or by the peer, can touch the part's blocks any more."""
         if part.state is State.DRAINING:
-            part.life.on(Event.QUIET)
+            self.step(part, Event.QUIET)
             self._end(part)
 
     def unreachable(self, part: Part, error: AiokvError) -> None:
@@ -296,6 +308,10 @@ class Ledger:
                 return f"settled as {outcome}, waiting until it is quiet, {there}"
             case _:
                 return f"{part.state.value}, {there}"
+
+
+def _nobody(part: Part, before: State | None) -> None:
+    """Is told of steps where nobody else is."""
 
 
 def _tombstone(transfer: Transfer) -> Tombstone:

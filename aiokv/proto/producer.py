@@ -110,7 +110,7 @@ class Producer:
             return
         if part.one_sided:
             part.ready = offering.ready
-            part.life.on(Event.MOVE)
+            self._ledger.step(part, Event.MOVE)
         else:
             self._move(part, offering.ready)
 
@@ -154,7 +154,8 @@ class Producer:
             return
         if part.session is not session:
             self._ledger.rebind(part, session, now)
-        part.life.on(Event.GRANT)
+        part.peer_trace = grant.trace
+        self._ledger.step(part, Event.GRANT)
         if not grant.link:  # the consumer has it all
             self._ledger.settle(part, Event.DONE)
             return
@@ -212,7 +213,7 @@ class Producer:
 
     def _move(self, part: Part, new: int) -> None:
         part.ready |= new
-        part.life.on(Event.MOVE)
+        self._ledger.step(part, Event.MOVE)
         if part.one_sided:
             self._news[part] = None
         else:

@@ -40,6 +40,10 @@ class ChunkScheduler(Generic[F, P]):
         """Whether any chunk waits, on a blocked flow too."""
         return bool(self._where)
 
+    def __len__(self) -> int:
+        """Parts with chunks that wait."""
+        return len(self._where)
+
     def add(self, flow: F, part: P, chunks: Iterable[Chunk], priority: int = 0) -> None:
         """Queue chunks behind what the part has queued already."""
         priority, flow = self._where.setdefault(part, (priority, flow))

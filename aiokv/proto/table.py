@@ -79,8 +79,8 @@ class Table:
         return self.ledger.parts_of(session)
 
     def count(self, role: Role) -> int:
-        """Transfers going on in a role."""
-        return sum(each == role for _, each in self.ledger.transfers)
+        """Transfers going on in a role. May be called from any thread."""
+        return [each for _, each in list(self.ledger.transfers)].count(role)
 
     def abort(self, transfer: Transfer, error: AiokvError, reason: str) -> None:
         """Give a whole transfer up, on this side's decision."""

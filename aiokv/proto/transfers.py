@@ -133,6 +133,8 @@ class Part:
     landed: int = 0
     #: The other side was told that we give up, or told us.
     abort_known: bool = False
+    #: W3C trace context that came from the other side, or empty.
+    peer_trace: str = ""
 
     @property
     def state(self) -> State:

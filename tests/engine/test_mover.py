@@ -117,7 +117,7 @@ class Bench:
             clock=self._now,
             settings=settings,
             wake=self._wake,
-            moved=lambda part, nbytes, through: self.moved.append((nbytes, through)),
+            moved=lambda part, layer, nbytes, through: self.moved.append((nbytes, through)),
             submitted=lambda part, layer, event: self.covered.append(layer),
         )
 
