@@ -67,6 +67,8 @@ class CmaTransport(LocalTransport):
         return "cma"
 
     def _offer(self, cache: KVCache) -> Offer:
+        if not (self._io.reads_processes and hasattr(os, "pidfd_open")):
+            raise DeviceError("cma: this system, or this Python, can't read another process's memory")
         if cache.device.kind != "host":
             raise DeviceError(f"cma: the cache is {cache.device.kind} memory; only the host's can be read")
         buffers = tuple((buffer.address, buffer.nbytes) for buffer in cache.buffers)

@@ -118,8 +118,10 @@ class VectorIO:
         for function in (self._keeping.readv, self._keeping.writev):
             function.restype = ctypes.c_ssize_t
             function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+        #: Whether ``read_process`` is there: on Linux.
+        self.reads_processes = hasattr(self._keeping, "process_vm_readv")
         for library in (self._keeping, self._releasing):
-            if hasattr(library, "process_vm_readv"):  # Linux
+            if self.reads_processes:
                 library.process_vm_readv.restype = ctypes.c_ssize_t
                 vector = (ctypes.c_void_p, ctypes.c_ulong)
                 library.process_vm_readv.argtypes = (ctypes.c_int, *vector, *vector, ctypes.c_ulong)
