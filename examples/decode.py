@@ -94,6 +94,7 @@ class Decode:
                 "prefill": await replies.next(),
                 "landed": landed,
                 "bytes": transfer.progress.bytes_total,
+                "transport": "+".join(transfer.progress.transports),
             }
 
     def _blocks_for(self, tokens: int) -> int:

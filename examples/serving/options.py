@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -108,7 +107,7 @@ def start(main: Main, options: argparse.Namespace) -> int:
     try:
         model = load(options.model)
         # Before there is a loop, since making memory blocks; closed after the engine that uses it.
-        with closing(aiokv.KVCache.allocate(model.layout(options.blocks, options.block_size))) as cache:
+        with aiokv.KVCache.allocate(model.layout(options.blocks, options.block_size)) as cache:
             try:
                 engine = _engine_for(cache, options)
             except ValueError as error:  # an address that can't be meant

@@ -73,12 +73,13 @@ def test_layers_land_one_by_one() -> None:
 def test_pair_answers_as_one_process_does(transport: str) -> None:
     chosen = [f"--transport={transport}"] if transport else []
     output = run("pair.py", "--model=tiny-random", "--limit=16", *chosen, timeout=110)
-    assert "equal: 4 answers of 64 tokens are those of one process alone" in output
+    assert "\nequal: all 4 answers (64 tokens) are those of one process alone\n" in output
     overlapped = {
-        name.strip(): int(n) for name, n in re.findall(r"^ +(\w[\w ]*?)  .* (\d+)/8 ", output, re.MULTILINE)
+        name.strip(): int(n) for name, n in re.findall(r"^(\w[\w ]*?)  .* (\d+)/8 ", output, re.MULTILINE)
     }
     assert set(overlapped) == {"usual", "one token", "whole blocks", "long"}
     assert overlapped["long"] > 0
+    assert re.findall(r" (shm|cma|tcp) ", output) == [transport or "shm"] * 4
 
 
 @pytest.mark.slow
@@ -86,8 +87,10 @@ def test_pair_answers_as_one_process_does(transport: str) -> None:
 @pytest.mark.timeout(400)
 def test_pair_answers_as_one_process_does_with_a_real_model() -> None:
     output = run("pair.py", timeout=390)
-    assert re.search(r"equal: 4 answers of \d+ tokens are those of one process alone", output)
-    assert re.search(r"^ +long .* [1-9]\d*/30 ", output, re.MULTILINE)
+    assert re.search(
+        r"^equal: all 4 answers \(\d+ tokens\) are those of one process alone$", output, re.MULTILINE
+    )
+    assert re.search(r"^long .* [1-9]\d*/30 ", output, re.MULTILINE)
 
 
 @needs_transformers

@@ -173,5 +173,5 @@ def test_prompts_are_those_at_which_a_transfer_might_go_wrong(model: Model) -> N
     prompts = requests(model, 16)
     assert len(prompts["one token"]) == 1
     assert len(prompts["whole blocks"]) % 16 == 0
-    assert len(prompts["long"]) >= 600
+    assert len(prompts["long"]) >= 700
     assert torch.tensor([token for prompt in prompts.values() for token in prompt]).max() < 256
