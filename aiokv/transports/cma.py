@@ -184,6 +184,8 @@ class _ConsumerEnd(LocalEnd):
             self._process.read(into, out, lengths)
         except OSError as error:
             failure = error
+            if error.errno == errno.ESRCH:  # it lost its memory, which comes before its descriptors do
+                self._end("the peer's process has ended")
         # Had the process ended before the read, it would be seen now; so it was the right one.
         if not self.alive():
             raise self.lost_error() from failure

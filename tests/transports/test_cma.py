@@ -91,6 +91,17 @@ async def test_a_read_that_fails(seed: int) -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_process_that_ended_is_lost_also_where_only_its_memory_tells(seed: int) -> None:
+    async with TensorKit(seed) as kit:
+        path = await (await kit.engine(LAYOUT)).read_from(await kit.engine(LAYOUT))
+        path.end._process._io = Refusing(errno.ESRCH)
+        part = path.part(kit, 1)
+        with pytest.raises(PeerLostError, match="ended"):
+            await part.move(kit, next(iter(part.chunks(300))))
+        assert path.end.lost
+
+
+@pytest.mark.asyncio
 async def test_another_process_at_the_other_end_is_found_out(seed: int) -> None:
     """Its socket is there (a child inherited it), but the process that it was has ended."""
     ended = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=-1)
