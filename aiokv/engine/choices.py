@@ -6,15 +6,18 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from aiokv.control.address import bindable
+from aiokv.control.address import Address, bindable
 from aiokv.control.base import Channel
 from aiokv.transports.base import Transport
+from aiokv.transports.handshake import MAX_STREAMS, STREAMS
 from aiokv.transports.mapping import off_loop
 
 __all__ = [
     "TRANSPORTS",
     "channel_at",
     "checked_binding",
+    "checked_ports",
+    "checked_streams",
     "checked_transports",
     "host_of",
     "imported",
@@ -92,12 +95,60 @@ def _name(transport: str | Transport) -> str:
     return transport.name
 
 
-def transports_named(wanted: Sequence[str | Transport] | None) -> list[Transport]:
-    """Transports by name, or as the caller made them; see ``checked_transports``."""
-    return [_made(each) if isinstance(each, str) else each for each in checked_transports(wanted)]
+def checked_ports(ports: Sequence[int]) -> tuple[int, ...]:
+    """Ports that data connections may come in at; none: any that is free.
+
+    Raises:
+        TypeError: They are no list of integers.
+        ValueError: One is none to listen at.
+    """
+    if isinstance(ports, str | bytes) or not isinstance(ports, Sequence):
+        raise TypeError(f"data_ports is a list of port numbers, not {ports!r}")
+    for port in ports:
+        if not isinstance(port, int) or isinstance(port, bool):
+            raise TypeError(f"data_ports lists port numbers, not {port!r}")
+        if not 0 < port < 2**16:
+            raise ValueError(f"data_ports lists ports from 1 to 65535, not {port}")
+    return tuple(ports)
 
 
-def _made(name: str) -> Transport:
+def checked_streams(streams: int) -> int:
+    """Connections of each ``tcp`` link.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: There can't be so many.
+    """
+    if not isinstance(streams, int) or isinstance(streams, bool):
+        raise TypeError(f"tcp_streams is an integer, not {streams!r}")
+    if not 1 <= streams <= MAX_STREAMS:
+        raise ValueError(f"tcp_streams is a number from 1 to {MAX_STREAMS}, not {streams}")
+    return streams
+
+
+def transports_named(
+    wanted: Sequence[str | Transport] | None,
+    *,
+    ports: Sequence[int] = (),
+    advertise: str | None = None,
+    streams: int = STREAMS,
+) -> list[Transport]:
+    """Transports by name, or as the caller made them; see ``checked_transports``.
+
+    Args:
+        wanted: The transports.
+        ports: Where ``tcp`` may listen; none: at any free port.
+        advertise: Control address that peers are told, whose host leads to ``tcp``, too.
+        streams: Connections of each ``tcp`` link.
+    """
+    host = None if advertise is None else Address.parse(advertise, advertise.partition("://")[0]).host
+    return [
+        _made(each, ports, host, streams) if isinstance(each, str) else each
+        for each in checked_transports(wanted)
+    ]
+
+
+def _made(name: str, ports: Sequence[int], host: str | None, streams: int) -> Transport:
     match name:
         case "shm":
             from aiokv.transports.shm import ShmTransport
@@ -110,7 +161,7 @@ def _made(name: str) -> Transport:
         case _:
             from aiokv.transports.tcp import TcpTransport
 
-            return TcpTransport()
+            return TcpTransport(ports, host, streams=streams)
 
 
 def host_of(address: str) -> str:

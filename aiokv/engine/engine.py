@@ -36,6 +36,8 @@ from aiokv.engine.bell import Bell
 from aiokv.engine.choices import (
     channel_at,
     checked_binding,
+    checked_ports,
+    checked_streams,
     checked_transports,
     host_of,
     imported,
@@ -52,6 +54,7 @@ from aiokv.proto.session import Identity, Phase, Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.transfers import Fetching, Offering
 from aiokv.transports.base import Transport
+from aiokv.transports.handshake import STREAMS
 
 __all__ = ["TransferEngine"]
 
@@ -74,6 +77,11 @@ class TransferEngine:
         advertise: What peers are told instead of the bound address (containers, NAT).
         transports: Which data paths may be used, best first: names, or transports made by the
             caller. By default all that fit the cache, best first.
+        data_ports: Ports that the data connections of ``tcp`` may come in at, of which it takes the
+            first that can be had (containers, NAT, firewalls); by default any that is free. Peers
+            reach them at the host of ``advertise``, where that is given.
+        tcp_streams: Connections of each ``tcp`` link, 1 to 16; the lower of the two ends' numbers
+            is used.
         settings: Timers and bounds.
         channel: A control channel made by the caller, in place of ``bind`` and ``advertise``.
         clock: Nanoseconds of the clock that leases are written in; shared by a host's processes.
@@ -95,6 +103,8 @@ class TransferEngine:
         bind: str = "tcp://127.0.0.1:0",
         advertise: str | None = None,
         transports: Sequence[str | Transport] | None = None,
+        data_ports: Sequence[int] = (),
+        tcp_streams: int = STREAMS,
         settings: Settings | None = None,
         channel: Channel | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -118,6 +128,7 @@ class TransferEngine:
         self._trace = trace
         self._bind, self._advertise = bind, advertise
         self._chosen = checked_transports(transports)
+        self._data_ports, self._tcp_streams = checked_ports(data_ports), checked_streams(tcp_streams)
         #: The caller's channel; or ours, None until it is made.
         self._channel = channel
         #: What was chosen; empty until it is made.
@@ -170,7 +181,9 @@ class TransferEngine:
         await imported(self._chosen, channel=self._channel is None)
         if self._channel is None:
             self._channel = channel_at(self._bind, self._advertise)
-        self._transports = transports_named(self._chosen)
+        self._transports = transports_named(
+            self._chosen, ports=self._data_ports, advertise=self._advertise, streams=self._tcp_streams
+        )
         started, faults = [], []
         for transport in self._transports:
             try:

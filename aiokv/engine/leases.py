@@ -54,7 +54,7 @@ class BlockLeases:
     def __init__(self, layout: CacheLayout) -> None:
         self._layout = layout
         self._counts = [np.zeros(group.blocks, np.int32) for group in layout.groups]
-        #: Where each block stands in the list that was checked last; never cleared, so old entries mean nothing.
+        #: Where each block stands in the list that was checked last; never cleared: old entries mean nothing.
         self._places = [np.zeros(group.blocks, np.int64) for group in layout.groups]
         #: Leases that are out, of both kinds.
         self.out = 0

@@ -26,7 +26,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-__all__ = ["MAX_EXTRA", "MAX_STREAMS", "NONCE", "WELCOME", "Ask", "Secret", "Welcome", "new_token"]
+__all__ = ["MAX_EXTRA", "MAX_STREAMS", "NONCE", "STREAMS", "WELCOME", "Ask", "Secret", "Welcome", "new_token"]
 
 #: Size of each side's random bytes.
 NONCE = 16
@@ -36,6 +36,8 @@ WELCOME = struct.Struct("!16s32sBI")
 MAX_EXTRA = 1 << 16
 #: Most streams that a link can have.
 MAX_STREAMS = 16
+#: Those that it has unless something else is asked for.
+STREAMS = 2
 #: The consumer's random bytes, the link, the stream's number, streams wanted, and the proof.
 _ASK = struct.Struct("!16s16sBB32s")
 

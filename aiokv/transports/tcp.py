@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
@@ -21,7 +22,7 @@ from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostE
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.ends import keep_until_lost
 from aiokv.transports.greeting import greet, join
-from aiokv.transports.handshake import MAX_STREAMS, new_token
+from aiokv.transports.handshake import MAX_STREAMS, STREAMS, new_token
 from aiokv.transports.listener import Listener
 from aiokv.transports.receiver import Receiver
 from aiokv.transports.sender import Sender
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TcpTransport"]
 
-#: Connections of a link unless something else is asked for.
-_STREAMS = 2
 #: Links that consumers may have to one transport at a time.
 _MAX_LINKS = 4096
 _BACKLOG = 512
@@ -55,7 +54,7 @@ class TcpTransport:
     """One engine's end of the TCP paths; see ``Transport`` for the contract.
 
     Args:
-        port: To listen at; 0 for one that is free.
+        ports: To listen at, the first of them that can be had; none for any that is free.
         advertise: Host name or address that consumers are told to dial. By default the one that
             is listened at, or where that is all of them, the one that control messages go to.
         streams: Connections of each link, 1 to 16: what this end would like, and the most that it
@@ -65,11 +64,13 @@ class TcpTransport:
         ValueError: There can't be so many streams.
     """
 
-    def __init__(self, port: int = 0, advertise: str | None = None, *, streams: int = _STREAMS) -> None:
+    def __init__(
+        self, ports: Sequence[int] = (), advertise: str | None = None, *, streams: int = STREAMS
+    ) -> None:
         if not 1 <= streams <= MAX_STREAMS:
             raise ValueError(f"a link has 1 to {MAX_STREAMS} streams, not {streams}")
         self._streams = streams
-        self._port = port
+        self._ports = tuple(ports) or (0,)
         self._advertise = advertise
         self._started = False
         #: None until started and when closed.
@@ -98,17 +99,11 @@ class TcpTransport:
             raise DeviceError(
                 f"tcp: the cache is {cache.device.kind} memory, and only the host's can be sent"
             )
-        sock: socket.socket | None = None
         try:
-            family, address = (await _resolve(host, self._port))[0]
-            sock = _socket(family)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(_BACKLOG)
+            sock = await _listening(host, self._ports)
         except OSError as error:
-            if sock is not None:
-                sock.close()
-            raise DeviceError(f"tcp: can't listen at {host}, port {self._port}: {error}") from error
+            which = ", ".join(map(str, self._ports))
+            raise DeviceError(f"tcp: can't listen at {host}, port {which}: {error}") from error
         at, port = sock.getsockname()[:2]
         everywhere = ipaddress.ip_address(at.partition("%")[0]).is_unspecified
         told = self._advertise or ("" if everywhere else at)
@@ -184,6 +179,23 @@ async def _resolve(host: str, port: int) -> list[tuple[int, _Address]]:
                 return [(family, (str(kind(host)), port))]
     infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [(family, address) for family, _, _, _, address in infos]
+
+
+async def _listening(host: str, ports: Sequence[int]) -> socket.socket:
+    """A socket that listens at the first of the ports that can be had."""
+    failure = OSError("there is no port to listen at")
+    for port in ports:
+        family, address = (await _resolve(host, port))[0]
+        sock = _socket(family)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+            sock.listen(_BACKLOG)
+            return sock
+        except OSError as error:
+            sock.close()
+            failure = error
+    raise failure
 
 
 def _socket(family: int) -> socket.socket:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import aiokv
@@ -16,10 +18,13 @@ from aiokv.engine.choices import (
     TRANSPORTS,
     channel_at,
     checked_binding,
+    checked_ports,
+    checked_streams,
     checked_transports,
     host_of,
     transports_named,
 )
+from aiokv.testing.pairs import LAYOUT, transfer
 from aiokv.transports.memory import MemoryHub, MemoryTransport
 from aiokv.transports.tcp import TcpTransport
 
@@ -61,6 +66,58 @@ def test_a_transport_that_is_not_there_is_refused_and_those_that_are_named() -> 
 def test_what_is_no_choice_of_transports_is_refused(wanted: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=f"^{message}"):
         checked_transports(wanted)
+
+
+@pytest.mark.parametrize(
+    ("ports", "kind", "message"),
+    [
+        (7000, TypeError, "data_ports is a list of port numbers, not 7000"),
+        ("7000", TypeError, "data_ports is a list of port numbers, not '7000'"),
+        ([True], TypeError, "data_ports lists port numbers, not True"),
+        (["7000"], TypeError, "data_ports lists port numbers, not '7000'"),
+        ([7000, 0], ValueError, "data_ports lists ports from 1 to 65535, not 0"),
+    ],
+)
+def test_what_are_no_ports_is_refused(ports: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=f"^{message}"):
+        checked_ports(ports)
+
+
+def test_ports_may_be_a_range() -> None:
+    assert checked_ports(range(7000, 7003)) == (7000, 7001, 7002)
+    assert checked_ports([]) == ()
+
+
+@pytest.mark.parametrize(
+    ("streams", "kind"), [("2", TypeError), (True, TypeError), (0, ValueError), (17, ValueError)]
+)
+def test_what_is_no_number_of_streams_is_refused(streams: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"^tcp_streams is a"):
+        checked_streams(streams)
+
+
+@pytest.mark.asyncio
+@pytest.mark.may_block(reason="allocates caches")
+async def test_ports_and_the_host_that_peers_are_told_are_those_of_tcp() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    with aiokv.KVCache.allocate(LAYOUT) as there, aiokv.KVCache.allocate(LAYOUT) as here:
+        async with (
+            aiokv.TransferEngine(here, transports=["tcp"]) as consumer,
+            aiokv.TransferEngine(
+                there,
+                bind="tcp://127.0.0.1:0",
+                advertise="tcp://localhost",
+                transports=["tcp"],
+                data_ports=[port],
+                tcp_streams=3,
+            ) as producer,
+        ):
+            assert producer._core is not None
+            description = producer._core.peers._me.hello.transports["tcp"]
+            assert msgspec.msgpack.decode(description)[:2] == ["localhost", port]
+            await transfer(producer, consumer, "t")
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,23 @@ async def test_a_port_that_is_taken(seed: int) -> None:
     async with TcpKit(seed) as kit:
         engine = await kit.engine(LAYOUT)
         _, port, _ = msgspec.msgpack.decode(engine.transport.describe())
-        other = TcpTransport(port=port)
+        other = TcpTransport([port])
         with pytest.raises(DeviceError, match=str(port)):
             await other.start(engine.cache, "127.0.0.1")
+        await other.aclose()
+
+
+@pytest.mark.asyncio
+async def test_of_several_ports_the_first_that_can_be_had(seed: int) -> None:
+    async with TcpKit(seed) as kit:
+        engine = await kit.engine(LAYOUT)
+        _, taken, _ = msgspec.msgpack.decode(engine.transport.describe())
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            free = sock.getsockname()[1]
+        other = TcpTransport([taken, free])
+        await other.start(engine.cache, "127.0.0.1")
+        assert msgspec.msgpack.decode(other.describe())[1] == free
         await other.aclose()
 
 
