@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiokv.errors import AiokvError, DeviceError, TransferAborted
 from aiokv.proto.parts import State
+from aiokv.proto.session import Identity
 from aiokv.proto.settings import SECOND, Settings
 from aiokv.proto.transfers import ActionKind, Fetching, Offering
 from aiokv.testing.tables import Member, Net
@@ -16,6 +17,9 @@ SETTINGS = Settings()
 
 class AnyTransfers(RuleBasedStateMachine):
     """Two producers of half the heads, two consumers, and whatever may happen to a few transfers.
+
+    Frames are carried in any portions, lost, said twice and held; sessions are ended by one side; members are
+    killed, and others live in their places; time passes; copies and what a producer sends stay in flight.
 
     Whenever a producer's part that is read comes to its end, its consumer must not read on what it
     would count as good; what a consumer holds as landed decides; and in the end everything has ended.
@@ -31,6 +35,9 @@ class AnyTransfers(RuleBasedStateMachine):
         self.offers: list[tuple[Member, Offering]] = []
         self.fetches: list[tuple[Member, Fetching]] = []
         self.checked: set[object] = set()
+        self.lives = 0
+        #: Frames were lost, so that gaps may be met; something was in flight where it is sent.
+        self.gaps = self.sent = False
 
     transfers = st.integers(0, 2).map(lambda number: f"t{number}")
 
@@ -90,6 +97,24 @@ class AnyTransfers(RuleBasedStateMachine):
                 member.table.consumer.copied(part, member.moves[part])
 
     @rule(pick=st.integers(0, 99))
+    @precondition(lambda self: self.offers)
+    def send(self, pick: int) -> None:
+        """What a producer has sent is in flight from now on."""
+        member, offer = self.offers[pick % len(self.offers)]
+        for part in offer.parts:
+            if part.state is State.MOVING and not part.one_sided and part not in member.stopped:
+                member.busy.add(part)
+                self.sent = True
+
+    @rule(pick=st.integers(0, 99))
+    @precondition(lambda self: self.sent)
+    def taken(self, pick: int) -> None:
+        """The socket took it."""
+        member, offer = self.offers[pick % len(self.offers)] if self.offers else (None, None)
+        for part in offer.parts if offer else ():
+            member.rest(part)
+
+    @rule(pick=st.integers(0, 99))
     @precondition(lambda self: self.offers or self.fetches)
     def abort(self, pick: int) -> None:
         both = [*self.offers, *self.fetches]
@@ -121,6 +146,36 @@ class AnyTransfers(RuleBasedStateMachine):
     @rule(most=st.integers(1, 3))
     def carry(self, most: int) -> None:
         self.net.carry(most)
+
+    @rule(pick=st.integers(0, 99), which=st.integers(0, 9), twice=st.booleans())
+    def spoil_a_way(self, pick: int, which: int, twice: bool) -> None:
+        """A frame under way is lost, or said twice."""
+        ways = [frames for frames in self.net.wire.values() if frames]
+        if ways:
+            frames = ways[pick % len(ways)]
+            at = which % len(frames)
+            if twice:
+                frames.insert(at, frames[at])
+            else:
+                del frames[at]
+                self.gaps = True
+
+    @rule(which=st.integers(0, 3), certain=st.booleans())
+    def kill(self, which: int, certain: bool) -> None:
+        """A member is gone with all that it had; another lives in its place. Its peers may know."""
+        everybody = [*self.sources, *self.readers]
+        old = everybody[which]
+        self.offers = [each for each in self.offers if each[0] is not old]
+        self.fetches = [each for each in self.fetches if each[0] is not old]
+        self.lives += 1
+        new = self.net.add(old.name, old.table.ledger.layout)
+        new.me = Identity(f"{old.name}{self.lives}".encode().ljust(16, b"."), old.me.hello)
+        new.one_sided, new._streams = old.one_sided, old._streams
+        where = self.sources if old in self.sources else self.readers
+        where[where.index(old)] = new
+        for other in self.net.members.values():
+            if certain and old.address in other.sessions:
+                other.lose(new, certain=True)
 
     @rule()
     def run(self) -> None:
@@ -171,15 +226,15 @@ class AnyTransfers(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "net"):
             return
-        for member, fetch in self.fetches:
-            for part in fetch.parts:
+        for member, transfer in (*self.offers, *self.fetches):
+            for part in transfer.parts:
                 member.rest(part)
         self.net.run()
         until = self.net.now + 5 * SECOND + SETTINGS.drain_ns + SETTINGS.liveness_ns
         everything = [*self.offers, *self.fetches]
         while not all(transfer.resolved for _, transfer in everything):
-            for member, fetch in self.fetches:
-                for part in fetch.parts:
+            for member, transfer in everything:
+                for part in transfer.parts:
                     member.rest(part)
             assert self.net.wait_for_timer()
             assert self.net.now <= until
@@ -191,9 +246,9 @@ class AnyTransfers(RuleBasedStateMachine):
         self.net.run()
         for member in self.net.members.values():
             assert member.table.ledger.parts == {}
-            assert member.faults == []
-        # A lease ends before the drain bound, and nothing here is in flight at a producer.
-        assert all(ActionKind.QUARANTINE not in member.kinds for member in self.sources)
+            assert member.faults == [] or self.gaps
+        # A lease ends before the drain bound.
+        assert self.sent or all(ActionKind.QUARANTINE not in member.kinds for member in self.sources)
 
 
 TestAnyTransfers = AnyTransfers.TestCase
