@@ -5,7 +5,9 @@
 sides, and no Python thread on the data path.
 """
 
+from aiokv.config import Config
 from aiokv.device.cache import KVCache
+from aiokv.engine.arguments import Window
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.handle import Progress
 from aiokv.engine.statistics import Statistics
@@ -35,6 +37,7 @@ __all__ = [
     "CacheLayout",
     "CapacityError",
     "ClosedError",
+    "Config",
     "DeadlineExceeded",
     "DeviceError",
     "Fetch",
@@ -53,6 +56,7 @@ __all__ = [
     "Statistics",
     "TransferAborted",
     "TransferEngine",
+    "Window",
 ]
 
 __version__ = "0.1.0"

@@ -356,6 +356,7 @@ async def test_statistics_count_what_goes_on_and_what_went_on() -> None:
         producer, consumer = await engines.add("p"), await engines.add("c")
         fresh = dataclasses.asdict(producer.statistics())
         assert fresh.pop("parts_ended") == {"landed": 0, "failed": 0, "aborted": 0}
+        assert fresh.pop("window_bytes") == Settings().window_bytes
         assert fresh.pop("received_by_transport") == fresh.pop("sent_by_transport") == {}
         assert not any(value for value in fresh.values() if isinstance(value, int))
         offer, fetch = begun(producer, consumer)
