@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import SupportsIndex, cast
 
@@ -16,6 +17,7 @@ from aiokv.proto.settings import SECOND
 
 __all__ = [
     "BlockIds",
+    "Window",
     "block_lists",
     "checked_addresses",
     "checked_id",
@@ -29,8 +31,25 @@ __all__ = [
     "whole",
 ]
 
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Blocks of one KV cache group that begin with a later token than the first.
+
+    For a sliding-window group, whose earlier blocks are gone: it need list no more than the last
+    ``window`` tokens. Both sides may list from where they like, as long as what is needed is there.
+
+    Attributes:
+        start: Index of the first listed block's first token; a multiple of the block size.
+        ids: Block ids, in the order of the tokens from there on.
+    """
+
+    start: int
+    ids: Sequence[int]
+
+
 #: Block ids of one transfer: a list where the cache has one group, else a list for each group.
-BlockIds = Sequence[int] | Sequence[Sequence[int]]
+BlockIds = Sequence[int] | Sequence[Sequence[int] | Window] | Window
 
 #: Block ids that one transfer can list: a message has to fit in a control frame.
 _MOST_BLOCKS = 200_000
@@ -53,15 +72,21 @@ def block_lists(blocks: BlockIds, layout: CacheLayout) -> tuple[GroupBlocks, ...
         InvalidBlocks: The wrong number of lists, or something other than integers.
         CapacityError: More blocks than one transfer can list.
     """
+    if isinstance(blocks, Window):
+        blocks = [blocks]
     if not _listed(blocks):
         raise TypeError(f"blocks is a list of block ids, or a list of those for each group, not {blocks!r}")
     groups = len(layout.groups)
-    nested = len(blocks) > 0 and _listed(blocks[0])
-    lists = list(cast("Sequence[Sequence[int]]", blocks)) if nested or groups > 1 else [blocks]
+    nested = len(blocks) > 0 and (_listed(blocks[0]) or isinstance(blocks[0], Window))
+    lists = list(cast("Sequence[Sequence[int] | Window]", blocks)) if nested or groups > 1 else [blocks]
     if len(lists) != groups:
         raise InvalidBlocks(f"blocks has lists for {len(lists)} groups, the cache has {groups}")
     found = []
-    for ids in lists:
+    for entry, group in zip(lists, layout.groups, strict=True):
+        start, ids = (entry.start, entry.ids) if isinstance(entry, Window) else (0, entry)
+        start = whole(start, "Window.start")
+        if start % group.block_size:
+            raise InvalidBlocks(f"Window.start={start} is no multiple of the block size {group.block_size}")
         try:
             array = np.asarray(ids)
         except ValueError:  # lists within it, of different lengths
@@ -70,7 +95,7 @@ def block_lists(blocks: BlockIds, layout: CacheLayout) -> tuple[GroupBlocks, ...
             raise InvalidBlocks(f"block ids come as a list for each group, not as {ids!r}")
         if array.size and array.dtype.kind not in "iu":
             raise InvalidBlocks(f"block ids are integers, not {array.dtype}")
-        found.append(GroupBlocks(start=0, ids=array.astype(np.int64)))
+        found.append(GroupBlocks(start=start, ids=array.astype(np.int64)))
     if sum(listed.ids.size for listed in found) > _MOST_BLOCKS:
         raise CapacityError(f"a transfer lists at most {_MOST_BLOCKS} blocks")
     return tuple(found)
