@@ -54,6 +54,7 @@ class Connection(asyncio.BufferedProtocol):
         self._lost = lost
         self._transport: asyncio.Transport | None = None  # None before it is connected
         self._linger: asyncio.TimerHandle | None = None  # None unless it is closing with something to send
+        self._over = False  # ``lost`` was called
 
     # -- what each end adds
 
@@ -109,6 +110,16 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def give_up(self) -> None:
+        """End it at once, after the attempt to connect it has failed or was cancelled.
+
+        uvloop then closes the transport behind the protocol's back, and never says that the connection is
+        lost.
+        """
+        if self._transport is not None:
+            self._transport.abort()
+            asyncio.get_running_loop().call_soon(self.connection_lost, None)
+
     def cut(self, reason: object) -> None:
         """End it for what the peer did. What is on its way goes out first, such as TLS's alert."""
         _log.info("control %s cut: %s", self.name, reason)
@@ -162,7 +173,9 @@ class Connection(asyncio.BufferedProtocol):
         if self._linger is not None:
             self._linger.cancel()
         self.arrived.clear()
-        self._lost(self)
+        if not self._over:
+            self._over = True
+            self._lost(self)
 
     def _decrypt(self, tls: TlsEnd, data: memoryview) -> None:
         was_ready = tls.ready

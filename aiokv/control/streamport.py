@@ -98,13 +98,13 @@ class StreamPort:
         self._closed = True
         self._queue.clear()
         self._size = 0
-        if self._attempt is not None:
-            self._attempt.cancel()
         if self._again is not None:
             self._again.cancel()
             self._again = None
-        if self._connection is not None:
+        if self._connection is not None:  # an attempt that made it ends by itself
             self._connection.close()
+        elif self._attempt is not None:
+            self._attempt.cancel()
         self._gone(self)
 
     # -- connecting
@@ -124,7 +124,7 @@ class StreamPort:
                 await self._loop.create_connection(lambda: connection, *self._where)
                 await connection.up
         except BaseException:
-            connection.abort()
+            connection.give_up()
             raise
 
     def _attempted(self, attempt: asyncio.Task[None]) -> None:

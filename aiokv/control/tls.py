@@ -134,14 +134,14 @@ class TlsEnd:
             if not self.ready:
                 self._tls.do_handshake()
                 self.ready = True
-            # Each read gives one record, of 16 KiB at most.
-            while piece := self._tls.read(1 << 16):
+            # Each read gives one record, of 16 KiB at most. One that finds nothing raises, which costs more.
+            while (self._in.pending or self._tls.pending()) and (piece := self._tls.read(1 << 16)):
                 said.append(piece)
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLZeroReturnError:
             pass  # the peer's last word; its end of the connection closes, too
-        return b"".join(said)
+        return said[0] if len(said) == 1 else b"".join(said)
 
     def seal(self, data: bytes) -> bytes:
         """What to send for the peer to receive ``data``.
@@ -154,4 +154,4 @@ class TlsEnd:
 
     def outgoing(self) -> bytes:
         """What the protocol itself has to send."""
-        return self._out.read()
+        return self._out.read() if self._out.pending else b""

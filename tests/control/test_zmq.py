@@ -11,10 +11,8 @@ import select
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import zmq
@@ -57,55 +55,6 @@ def raw_socket(kind, address):
         sock.linger = 0
         sock.connect(address) if address else sock.bind(HERE)
         yield sock
-
-
-PEER = """
-import asyncio, sys
-from aiokv.control.zmq import ZmqChannel
-
-async def main():
-    channel = ZmqChannel(sys.argv[1])
-    print(await channel.start(lambda frame: print(frame.decode().strip(), flush=True)), flush=True)
-    for address in sys.argv[2:]:
-        channel.open(address).send(b"hello")
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
-class Process:
-    """A channel in another process, that prints what it gets."""
-
-    def __init__(self, process, address):
-        self.process = process
-        self.address = address
-
-    async def line(self):
-        async with asyncio.timeout(20):
-            return (await self.process.stdout.readline()).decode().strip()
-
-    async def kill(self):
-        self.process.kill()
-        await self.process.communicate()
-
-
-@contextlib.asynccontextmanager
-async def another_process(address=HERE, *peers):
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PEER, address, *peers,
-        cwd=Path(module.__file__).parents[2], stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    peer = Process(process, None)
-    try:
-        peer.address = await peer.line()
-        yield peer
-    finally:
-        if process.returncode is None:
-            await peer.kill()
-        # asyncio closes the pipe in a callback of its own.
-        process._transport.close()
-        await asyncio.sleep(0)
 
 
 # -- deafness -------------------------------------------------------------------------------------
@@ -287,8 +236,8 @@ async def test_a_peer_that_never_reads_costs_no_turns_and_holds_up_nobody(monkey
 
 
 @pytest.mark.asyncio
-async def test_a_stopped_process_gets_all_frames_when_it_goes_on():
-    async with opened(lambda queue: kit(queue=100)) as (a, b), another_process() as peer:
+async def test_a_stopped_process_gets_all_frames_when_it_goes_on(another_process):
+    async with opened(lambda queue: kit(queue=100)) as (a, b), another_process(HERE) as peer:
         port = a.channel.open(peer.address)
         port.send(b"first")
         assert await peer.line() == "first"
@@ -310,7 +259,7 @@ async def test_a_stopped_process_gets_all_frames_when_it_goes_on():
 
 
 @pytest.mark.asyncio
-async def test_a_killed_process_disturbs_nobody_and_the_next_at_its_port_is_reached():
+async def test_a_killed_process_disturbs_nobody_and_the_next_at_its_port_is_reached(another_process):
     async with opened(kit) as (a, b):
         async with another_process(HERE, a.address) as first:
             assert await a.inbox.until(1) == [b"hello"]
