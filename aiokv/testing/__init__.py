@@ -26,4 +26,6 @@ any test framework and event loop, and that aiokv's own pass.
 To look for what nobody thought of:
 
 * ``simulation``: whole clusters, drawn, run and judged by one seed: ``simulation.run.run_seed(seed)``.
+* ``fuzz``: nonsense for decoder and ports: ``fuzz.decoder.fuzz(cases, seed)``.
+* ``soak``: real processes that are killed, stopped and cut off: ``python -m aiokv.testing.soak``.
 """
