@@ -27,6 +27,9 @@ __all__ = ["Mover"]
 
 #: Streams that copies are spread over; parts on different streams don't wait for each other.
 _STREAMS = 4
+#: Where the producer sends, a chunk is so many times larger: its link gives it to the socket in slices
+#: of its own, so that it doesn't hold the loop, and what a chunk costs at both ends is the same for any size.
+_SENT_AS_ONE = 4
 
 
 class Mover:
@@ -141,7 +144,8 @@ class Mover:
             return
         for layer in _layers(mask):
             if movement.missing[layer]:
-                chunks = movement.plan.chunks(layer, self._settings.chunk_bytes)
+                limit = self._settings.chunk_bytes * (1 if part.one_sided else _SENT_AS_ONE)
+                chunks = movement.plan.chunks(layer, limit)
                 self._scheduler.add(movement.flow, part, chunks, movement.priority)
         self._wake()
 

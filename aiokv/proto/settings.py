@@ -44,7 +44,8 @@ class Settings:
         parked_per_peer: Grants (and offers) from one peer that wait for their other half, at most.
         peers: Peers that this engine talks to at most.
         chunk_bytes: Bytes that one submitted copy moves at most. On the host a chunk is copied in
-            one go, so this bounds for how long the loop is held.
+            one go, so this bounds for how long the loop is held. Where the producer sends, chunks
+            are four times larger, since sockets take them in slices.
         window_bytes: Bytes of submitted copies that may be unfinished. What is submitted can't be
             called back, so this bounds how long an abort takes.
 

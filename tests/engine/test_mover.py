@@ -197,7 +197,7 @@ def test_what_goes_over_one_link_at_a_producer_is_watched_in_the_order_of_the_li
     for number in range(4):
         bench.begin(f"t{number}", ready=(0,))
     bench.submit()
-    assert len(bench.poller.watched) == 16
+    assert len(bench.poller.watched) == 4
     assert len({id(order) for _, order, _ in bench.poller.watched}) == 1
 
 
@@ -407,7 +407,8 @@ def test_what_is_sent_here_is_expected_and_lands_as_it_comes() -> None:
 
 
 def test_a_link_that_takes_nothing_is_passed_over_until_it_says_so() -> None:
-    bench = Bench(consumer=False, one_sided=False)
+    settings = Settings(chunk_bytes=LAYER // 16, window_bytes=10 * LAYER)  # four chunks a layer, see below
+    bench = Bench(settings=settings, consumer=False, one_sided=False)
     bench.begin("stuck", ready=(0,))
     stuck, bench.link = bench.link, Link()
     stuck.writable = False
@@ -423,6 +424,14 @@ def test_a_link_that_takes_nothing_is_passed_over_until_it_says_so() -> None:
     bench.mover.submit()
     assert [chunk.lo for chunk, _ in stuck.submitted] == sorted(chunk.lo for chunk, _ in stuck.submitted)
     assert len(stuck.submitted) == 4
+
+
+def test_what_is_sent_comes_in_larger_chunks_than_what_is_read() -> None:
+    reading, sending = Bench(), Bench(consumer=False, one_sided=False)
+    reading.begin(ready=(0,))
+    sending.begin(ready=(0,))
+    assert [chunk.nbytes for chunk, _ in sending.submit()] == [LAYER]
+    assert [chunk.nbytes for chunk, _ in reading.submit()] == [LAYER // 4] * 4
 
 
 def test_a_producer_that_sends_is_quiet_when_its_memory_is_read_no_more() -> None:
