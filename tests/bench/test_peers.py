@@ -34,8 +34,8 @@ def test_bytes_that_did_not_come_are_noticed() -> None:
 
 
 def test_a_library_that_is_not_there_is_not_installed() -> None:
-    assert not Library("none", "none", "a_module_that_nobody_has", scatters=True).installed
-    assert Library("numpy", "none", "numpy", scatters=True).installed
+    assert not Library("none", "none", "a_module_that_nobody_has", scatters=True, spins=True).installed
+    assert Library("numpy", "none", "numpy", scatters=True, spins=True).installed
 
 
 def test_each_library_has_a_name_of_its_own() -> None:

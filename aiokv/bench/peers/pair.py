@@ -1,18 +1,19 @@
-"""Two processes of another library, a source and a reader, that are stopped while they are not measured.
+"""Two processes of another library, a source and a reader; those that spin are stopped in between.
 
-Some libraries spin in a thread of their own when nothing is to be done. While aiokv is measured, and while
-another of them is, that would take a core from it.
+Some libraries take a core, in a thread or a coroutine of their own, when nothing is to be done. While aiokv
+is measured, and while another of them is, that core would be missing.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from aiokv.bench.child import Child, child
+from aiokv.bench.child import Child, ChildFailed, child
 from aiokv.bench.moves import Work
 
 __all__ = ["LARGEST", "LIBRARIES", "Library", "Pair", "joined"]
@@ -32,6 +33,8 @@ class Library:
     needs: str
     #: Whether it can move scattered fragments as one transfer.
     scatters: bool
+    #: Whether it takes a core when nothing is to be done.
+    spins: bool
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -42,11 +45,11 @@ class Library:
 
 _TCP = {"UCX_TLS": "tcp"}
 LIBRARIES = (
-    Library("NIXL", "nixl", "nixl", scatters=True),
-    Library("NIXL, tcp", "nixl", "nixl", scatters=True, environment=_TCP),
-    Library("UCXX", "ucxx", "ucxx", scatters=False),
-    Library("UCXX, tcp", "ucxx", "ucxx", scatters=False, environment=_TCP),
-    Library("Mooncake, tcp", "mooncake", "mooncake", scatters=True),
+    Library("NIXL", "nixl", "nixl", scatters=True, spins=True),
+    Library("NIXL, tcp", "nixl", "nixl", scatters=True, spins=True, environment=_TCP),
+    Library("UCXX", "ucxx", "ucxx", scatters=False, spins=True),
+    Library("UCXX, tcp", "ucxx", "ucxx", scatters=False, spins=True, environment=_TCP),
+    Library("Mooncake, tcp", "mooncake", "mooncake", scatters=True, spins=False),
 )
 
 
@@ -57,6 +60,7 @@ class Pair:
         self.library = library
         self._both = (source, reader)
         self._reader = reader
+        self._ended = False
 
     def can(self, work: Work) -> bool:
         """Whether it is to be measured with this."""
@@ -64,19 +68,24 @@ class Pair:
         return fits and (self.library.scatters or not work.paged)
 
     async def move(self, work: Work) -> float:
-        """Do it, and give the rate in bytes a second."""
+        """Do it, and give the rate in bytes a second; not a number if it can't, now or any more."""
+        if self._ended:
+            return math.nan
         self.go_on()
         try:
             done = await self._reader.ask(
                 "move", nbytes=work.nbytes, paged=work.paged, at_once=work.at_once, times=work.times
             )
+        except ChildFailed:
+            self._ended = True
+            return math.nan
         finally:
             self.stop()
         return work.total / float(done["ns"]) * 1e9
 
     def stop(self) -> None:
-        """Let neither run."""
-        for process in self._both:
+        """Let neither run, if it would without anything to do."""
+        for process in self._both if self.library.spins else ():
             process.signal(signal.SIGSTOP)
 
     def go_on(self) -> None:

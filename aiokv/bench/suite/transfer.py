@@ -8,6 +8,7 @@ ready to the task that waits for it. ``--peers`` measures other libraries in the
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -177,8 +178,11 @@ def _tell(report: Report, table: str, by_size: Mapping[int, Rates]) -> None:
     for name, paged in sorted(ways, key=lambda key: key[1]):
         cells: dict[str, Cell] = {"by": name, "as": "32 KiB fragments" if paged else "contiguous"}
         for nbytes, rates in by_size.items():
-            if (name, paged) in rates:
-                cells[_size(nbytes)] = Spread.of(rate / 1e9 for rate in rates[name, paged])
+            found = rates.get((name, paged), [])
+            if any(map(math.isnan, found)):
+                cells[_size(nbytes)] = "failed"
+            elif found:
+                cells[_size(nbytes)] = Spread.of(rate / 1e9 for rate in found)
         report.row(table, cells)
 
 
@@ -228,14 +232,17 @@ async def _run(report: Report, options: Options) -> None:
         rounds, sizes = 2, {64 * _KIB: 20, _MIB: 8, 16 * _MIB: 2, 64 * _MIB: 1}
     async with _bench(report, options, max(sizes)) as bench:
         await _check(bench)
-        one = {nbytes: await _one(bench, nbytes, rounds, times) for nbytes, times in sizes.items()}
-        _tell(report, _ONE, one)
-        several = {
-            nbytes: await _several(bench, nbytes, rounds, max(1, times // 4))
-            for nbytes, times in sizes.items()
-            if nbytes * _SEVERAL <= max(sizes)
-        }
-        _tell(report, f"{_SEVERAL} at once, GB/s", several)
+        one: dict[int, Rates] = {}
+        several: dict[int, Rates] = {}
+        try:
+            for nbytes, times in sizes.items():
+                one[nbytes] = await _one(bench, nbytes, rounds, times)
+            for nbytes, times in sizes.items():
+                if nbytes * _SEVERAL <= max(sizes):
+                    several[nbytes] = await _several(bench, nbytes, rounds, max(1, times // 4))
+        finally:
+            _tell(report, _ONE, one)
+            _tell(report, f"{_SEVERAL} at once, GB/s", several)
         _ratios(report, one)
         largest = min(max(sizes), 256 * _MIB)
         lags = await _lag(bench, report, Work(largest, False, 1, 2), rounds)
