@@ -294,6 +294,9 @@ class Mover:
         self._scheduler.finished(counted)
         self._wake()
         self._drop_flow(movement.flow)
+        if error is not None and isinstance(error.__cause__, PeerLostError):
+            # The device is well, the link is gone: this may come before its session hears of that.
+            error = PeerLostError(f"{part}: {error.__cause__}")
         if isinstance(error, DeviceError) and movement.stream in self._streams:
             # What comes after a failure on a stream fails, too; so no other part gets this one.
             self._streams[self._streams.index(movement.stream)] = self._cache.device.stream()

@@ -446,3 +446,14 @@ def test_a_producer_that_sends_is_quiet_when_its_memory_is_read_no_more() -> Non
     assert bench.link.closed == 1
     bench.poller.deliver(DeviceError("the link was closed"))
     assert part.state is State.ABORTED
+
+
+def test_what_a_lost_link_did_not_take_fails_for_want_of_the_peer() -> None:
+    bench = Bench(consumer=False, one_sided=False)
+    part = bench.begin()
+    bench.submit()
+    error = DeviceError("not all of the chunk was sent")
+    error.__cause__ = PeerLostError("tcp link 00 is lost: a connection broke")
+    bench.poller.deliver(error)
+    assert isinstance(part.life.error, PeerLostError)
+    assert "a connection broke" in str(part.life.error)
