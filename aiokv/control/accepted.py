@@ -47,6 +47,8 @@ class Door:
         self._receive = receive
         self._members = members
         self._gone = gone
+        #: Certificate of who sent the frame that is being delivered; empty while none is.
+        self.sender = ""
         #: Who has not greeted yet, oldest first.
         self._strangers: dict[Accepted, None] = {}
 
@@ -76,6 +78,7 @@ class Door:
 
     def deliver(self, connection: Accepted, frame: bytes) -> None:
         """Hand a frame on."""
+        self.sender = connection.peer
         try:
             self._receive(frame)
         except Exception as exc:  # noqa: BLE001 (the callback's, and none of the connection's business)
@@ -85,6 +88,8 @@ class Door:
                     "exception": exc,
                 }
             )
+        finally:
+            self.sender = ""
 
     def _lost(self, connection: Connection) -> None:
         if isinstance(connection, Accepted):

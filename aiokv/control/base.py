@@ -33,7 +33,16 @@ class Port(Protocol):
 
 
 class Channel(Protocol):
-    """One engine's end of the control plane."""
+    """One engine's end of the control plane.
+
+    Where peers have keys or certificates, a channel takes frames only from those that were let in. Its own
+    address then names its key (``tcp://host:port#key``), and it sends only to whom the address given to
+    ``open`` names.
+    """
+
+    @property
+    def sender(self) -> str:
+        """Key of who sent the frame that ``receive`` is being called with; empty where peers have none."""
 
     async def start(self, receive: Callable[[bytes], None]) -> str:
         """Bind, then call ``receive`` on the loop for each frame that arrives.

@@ -42,6 +42,7 @@ class DrainingTransport(_ZmqLooplessTransportImpl):  # type: ignore[misc]
             loop's exception handler, and the next message is delivered as if nothing had happened.
         name: How errors and ``repr`` call it: the address at the other end.
         bound: Messages that may wait here beyond what the socket itself takes.
+        named: Put the name under which ZAP let the sender in before each message, in place of the first part.
     """
 
     _closing: bool
@@ -56,8 +57,10 @@ class DrainingTransport(_ZmqLooplessTransportImpl):  # type: ignore[misc]
         *,
         name: str,
         bound: int = 0,
+        named: bool = False,
     ) -> None:
         self._name = name
+        self._named = named
         self._bound = bound
         # Nobody waits for the waiter: with no await between the socket and its owner, no cancellation can
         # part them. (aiozmq's create_zmq_connection leaks the socket there.)
@@ -200,6 +203,8 @@ class DrainingTransport(_ZmqLooplessTransportImpl):  # type: ignore[misc]
                 parts.append(frame.bytes)
         except zmq.Again:
             return 0
+        if self._named:
+            parts[0] = _sender(frame)
         try:
             self._protocol.msg_received(parts)
         except Exception as exc:  # noqa: BLE001 (the callback's, and none of the socket's business)
@@ -207,3 +212,11 @@ class DrainingTransport(_ZmqLooplessTransportImpl):  # type: ignore[misc]
                 {"message": f"{self._name}: error in the callback for a message", "exception": exc}
             )
         return sum(map(len, parts))
+
+
+def _sender(frame: zmq.Frame) -> bytes:
+    """The name under which ZAP let the sender of a message in; empty if there is none."""
+    try:
+        return str(frame.get("User-Id")).encode()
+    except zmq.ZMQError:
+        return b""

@@ -107,6 +107,7 @@ class MemoryChannel:
         self._loop: asyncio.AbstractEventLoop | None = None  # None before start and after aclose
         self._receive: Callable[[bytes], None] | None = None  # as the loop
         self._closed = False
+        self.sender = ""  # whoever shares this process is trusted
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "new" if self._loop is None else "bound"

@@ -68,10 +68,16 @@ class StreamChannel:
         self._allow = None if allow is None else frozenset(allow)
         self._memory = memoryview(bytearray(_MEMORY))
         self._server: asyncio.Server | None = None  # None before start and after aclose
+        self._door: Door | None = None  # None before start
         #: Ports, connections and attempts to connect: what there is to be closed.
         self._members: set[object] = set()
         self._closed = False
         self._ended = asyncio.Event()
+
+    @property
+    def sender(self) -> str:
+        """Fingerprint of who sent the frame that is being received; see ``Channel.sender``."""
+        return self._door.sender if self._door is not None else ""
 
     async def start(self, receive: Callable[[bytes], None]) -> str:
         """Bind, then call ``receive`` on the loop for each frame; see ``Channel.start``."""
@@ -88,7 +94,7 @@ class StreamChannel:
             code = exc.errno or errno.EINVAL
             raise OSError(code, f"can't bind {self._bind}: {os.strerror(code)}") from exc
         host, port = sock.getsockname()[:2]
-        door = Door(self._memory, self._tls, self._allow, receive, self._members, self._gone)
+        self._door = door = Door(self._memory, self._tls, self._allow, receive, self._members, self._gone)
         # With a socket, and not serving yet, this waits for nothing: no cancellation leaks the socket.
         self._server = await loop.create_server(door.accept, sock=sock, backlog=_BACKLOG, start_serving=False)
         await self._server.start_serving()

@@ -14,7 +14,7 @@ import errno
 import functools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import zmq
@@ -23,6 +23,8 @@ from aiozmq import ZmqProtocol
 from aiokv.control.address import Address, bindable, reachable
 from aiokv.control.base import MAX_FRAME
 from aiokv.control.draining import DrainingTransport
+from aiokv.control.keys import Keys, checked_key
+from aiokv.control.zap import ENDPOINT, Gate, secure_client, secure_server
 from aiokv.errors import CapacityError, ClosedError, LocalProtocolError
 
 __all__ = ["ZmqChannel", "ZmqPort"]
@@ -47,22 +49,46 @@ class ZmqChannel:
         advertise: The address that peers are told, where it isn't the one bound (containers, NAT). With
             no port or port 0 it gets the bound one's. Needed when ``bind`` stands for all of a host's
             addresses (``0.0.0.0``, ``[::]``, ``*``).
+        keys: This engine's own. Then all traffic is encrypted (CURVE), addresses name keys, and only those
+            in ``allow`` are talked to.
+        allow: Public keys of the peers, in hexadecimal.
         queue: Frames that may wait for one peer, those included that libzmq holds.
 
     Raises:
-        ValueError: An address is malformed, or ``advertise`` is missing.
+        ValueError: An address or a key is malformed; ``advertise``, or one of ``keys`` and ``allow``, is
+        missing.
     """
 
-    def __init__(self, bind: str, *, advertise: str | None = None, queue: int = 4096) -> None:
+    def __init__(
+        self,
+        bind: str,
+        *,
+        advertise: str | None = None,
+        keys: Keys | None = None,
+        allow: Collection[str] = (),
+        queue: int = 4096,
+    ) -> None:
         self._bind, self._advertise = bindable(bind, advertise, "tcp")
         if queue < 1:
             raise ValueError(f"queue={queue}: at least one frame must fit")
+        self._keys, self._allow = keys, frozenset(map(checked_key, allow))
+        if (keys is None) != (not self._allow):
+            raise ValueError(
+                "keys= is this engine's own, allow= lists those of its peers: one needs the other"
+            )
         self._queue = queue
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None  # None before start and after aclose
         self._receiver: DrainingTransport | None = None  # as the context
+        self._gate: DrainingTransport | None = None  # as the context; and None without keys
+        self._inbox: _Receiver | None = None  # None before start
         self._ports: set[ZmqPort] = set()
         self._ended: asyncio.Event | None = None  # set once libzmq has let go of everything; None before
         self._closed = False
+
+    @property
+    def sender(self) -> str:
+        """Public key of who sent the frame that is being received; see ``Channel.sender``."""
+        return self._inbox.sender if self._inbox is not None else ""
 
     async def start(self, receive: Callable[[bytes], None]) -> str:
         """Bind, then call ``receive`` on the loop for each frame; see ``Channel.start``."""
@@ -78,21 +104,32 @@ class ZmqChannel:
 
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         context.set(zmq.MAX_SOCKETS, _MAX_PORTS)
-        sock = None
+        socks: list[zmq.Socket[bytes]] = []
         try:
-            sock = _open_socket(context, zmq.ROUTER, address)
-            sock.bind(address.endpoint)
+            socks.append(_open_socket(context, zmq.ROUTER, address))
+            if self._keys is not None:
+                secure_server(socks[0], self._keys.secret)
+                socks.append(_open_socket(context, zmq.ROUTER, address))
+                socks[1].bind(ENDPOINT)
+            socks[0].bind(address.endpoint)
         except zmq.ZMQError as exc:
-            if sock is not None:
+            for sock in socks:
                 sock.close(linger=0)
             await _terminate(context).wait()
             code = exc.errno or errno.EINVAL
             raise OSError(code, f"can't bind {address}: {os.strerror(code)}") from exc
-        bound = Address.parse(str(sock.get_string(zmq.LAST_ENDPOINT)))
-        self._receiver = DrainingTransport(loop, zmq.ROUTER, sock, _Receiver(receive), name=str(bound))
+        bound = Address.parse(str(socks[0].get_string(zmq.LAST_ENDPOINT)))
+        keyed = self._keys is not None
+        self._inbox = _Receiver(receive, keyed=keyed)
+        self._receiver = DrainingTransport(
+            loop, zmq.ROUTER, socks[0], self._inbox, name=str(bound), named=keyed
+        )
+        if keyed:
+            self._gate = DrainingTransport(loop, zmq.ROUTER, socks[1], Gate(self._allow), name=ENDPOINT)
         self._context = context
         told = self._advertise or bound
-        return str(told if told.port else told.with_port(bound.port or 0))
+        told = told if told.port else told.with_port(bound.port or 0)
+        return str(told.with_key(self._keys.public) if self._keys is not None else told)
 
     def open(self, address: str) -> ZmqPort:
         """A port to ``address`` (``tcp://host:port``); see ``Channel.open``.
@@ -100,17 +137,22 @@ class ZmqChannel:
         A host's name is looked up once, off the loop, and again by the next port.
 
         Raises:
-            ValueError: The address is malformed, or not one to connect to.
-            CapacityError: No more sockets can be had.
+            ValueError: The address is malformed, not one to connect to, or names a key that isn't allowed
+            here. CapacityError: No more sockets can be had.
             ClosedError: The channel is closed.
             LocalProtocolError: The channel was not started.
         """
         peer = reachable(address, "tcp")
+        if (self._keys is not None) != bool(peer.key):
+            wants = "names no key" if self._keys is not None else "names a key, and there are none here"
+            raise ValueError(f"{address!r} {wants}")
+        if peer.key and peer.key not in self._allow:
+            raise ValueError(f"{address!r} names a key that is not allowed")
         if self._closed:
             raise ClosedError(f"{self._bind}: the channel is closed")
         if self._context is None:
             raise LocalProtocolError(f"{self._bind}: start the channel before opening ports")
-        port = ZmqPort(self._context, peer, queue=self._queue, closed=self._ports.discard)
+        port = ZmqPort(self._context, peer, keys=self._keys, queue=self._queue, closed=self._ports.discard)
         self._ports.add(port)
         return port
 
@@ -121,8 +163,10 @@ class ZmqChannel:
             for port in tuple(self._ports):
                 port.close()
             self._receiver.close()
+            if self._gate is not None:
+                self._gate.close()
             self._ended = _terminate(self._context)
-            self._context = self._receiver = None
+            self._context = self._receiver = self._gate = None
         if self._ended is not None:
             await self._ended.wait()
 
@@ -135,6 +179,7 @@ class ZmqPort:
         context: zmq.Context[zmq.Socket[bytes]],
         peer: Address,
         *,
+        keys: Keys | None,
         queue: int,
         closed: Callable[[ZmqPort], None],
     ) -> None:
@@ -149,6 +194,8 @@ class ZmqPort:
         except zmq.ZMQError as exc:
             raise CapacityError(f"{peer}: no socket for another port: {exc.strerror}") from exc
         sock.setsockopt(zmq.SNDHWM, ahead)
+        if keys is not None:
+            secure_client(sock, keys.public, keys.secret, server=peer.key)
         self._transport = DrainingTransport(
             self._loop, zmq.DEALER, sock, ZmqProtocol(), name=str(peer), bound=queue - ahead
         )
@@ -197,14 +244,23 @@ class ZmqPort:
 
 
 class _Receiver(ZmqProtocol):  # type: ignore[misc]
-    """Takes the sender's identity off, which ROUTER puts before each message."""
+    """Takes the sender's name off: its key, or the identity that ROUTER makes up for each connection."""
 
-    def __init__(self, receive: Callable[[bytes], None]) -> None:
+    def __init__(self, receive: Callable[[bytes], None], *, keyed: bool) -> None:
         self._receive = receive
+        self._keyed = keyed
+        #: Key of who sent the frame that is being received; empty while none is, and without keys.
+        self.sender = ""
 
     def msg_received(self, data: list[bytes]) -> None:
-        if len(data) == 2:  # a message of several parts is none of ours
+        if len(data) != 2:  # a message of several parts is none of ours
+            return
+        if self._keyed:
+            self.sender = data[0].decode()
+        try:
             self._receive(data[1])
+        finally:
+            self.sender = ""
 
 
 def _open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: Address) -> zmq.Socket[bytes]:
