@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from aiokv.device.base import Buffer
 from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.transports.extents import Extents
 from aiokv.transports.frames import Ranges
 
 __all__ = ["Arriving", "Parts"]
@@ -28,8 +29,12 @@ class Arriving:
     #: Pieces that came or are coming, for each layer and copy, over all streams.
     seen: dict[tuple[int, int], Ranges] = field(default_factory=dict)
 
-    def place(self, chunk: Chunk) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def place(self, chunk: Chunk, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where a chunk that begins to arrive goes: addresses and lengths. Each is placed once.
+
+        Args:
+            chunk: As the producer told, whatever that is.
+            extents: The link's.
 
         Raises:
             ValueError: It is not in the plan, or some of it came before.
@@ -38,7 +43,7 @@ class Arriving:
         if not self.seen.setdefault((chunk.layer, chunk.copy), Ranges()).add(chunk.lo, chunk.hi):
             raise ValueError(f"{chunk} came before")
         copy = self.plan.copies(chunk.layer)[chunk.copy]
-        _, offsets, lengths = copy.extents(chunk.lo, chunk.hi)
+        _, offsets, lengths = extents.of(copy, chunk.lo, chunk.hi)
         return offsets + self.dst[copy.dst_buffer].address, lengths
 
 
@@ -47,6 +52,7 @@ class Parts:
 
     def __init__(self) -> None:
         self.expected: dict[bytes, Arriving] = {}
+        self.extents = Extents()
         #: Parts whose data is drained, oldest first.
         self.forgotten: dict[bytes, None] = {}
 

@@ -27,6 +27,7 @@ from aiokv.device.cache import KVCache
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PeerInfo
+from aiokv.transports.extents import Extents
 from aiokv.transports.handshake import MAX_EXTRA, Welcome
 from aiokv.transports.local import LocalEnd, LocalTransport, Offer
 from aiokv.transports.vectors import VectorIO
@@ -168,6 +169,7 @@ class _ConsumerEnd(LocalEnd):
         self._process = process
         #: Where each of the producer's buffers starts, there.
         self._buffers = buffers
+        self._extents = Extents()
         # A child that the producer forked may hold the socket open, but has not its memory.
         self.watch(process.fd)
 
@@ -176,7 +178,7 @@ class _ConsumerEnd(LocalEnd):
         if self.lost:
             raise self.lost_error()
         copy = plan.copies(chunk.layer)[chunk.copy]
-        offsets, targets, lengths = copy.extents(chunk.lo, chunk.hi)
+        offsets, targets, lengths = self._extents.of(copy, chunk.lo, chunk.hi)
         into = targets + dst[copy.dst_buffer].address
         out = offsets + self._buffers[copy.src_buffer]
         failure = None

@@ -177,7 +177,7 @@ class Inlet:
             self._wait_for(tag)
             return
         try:
-            addresses, lengths = part.place(chunk)
+            addresses, lengths = part.place(chunk, self._parts.extents)
         except ValueError as error:
             self._cut(f"the producer sent what it must not: {error}")
             return

@@ -12,6 +12,7 @@ from aiokv.device.base import Buffer, Event, Stream
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PartId
+from aiokv.transports.extents import Extents
 from aiokv.transports.frames import pack, tag_of
 from aiokv.transports.stream import StreamEnd, slice_of
 from aiokv.transports.vectors import Vector, VectorIO
@@ -53,6 +54,7 @@ class Sender(StreamEnd):
         super().__init__(link, name, socks, table)
         #: Those that were longest without a chunk come first.
         self._outlets = [_Outlet(self, sock, io, self._loop, slice_of(len(socks))) for sock in socks]
+        self._extents = Extents()
         self._on_writable: list[Callable[[], None]] = []
 
     def send(
@@ -62,7 +64,7 @@ class Sender(StreamEnd):
         if self._lost:
             raise self.lost_error()
         copy = plan.copies(chunk.layer)[chunk.copy]
-        offsets, _, lengths = copy.extents(chunk.lo, chunk.hi)
+        offsets, _, lengths = self._extents.of(copy, chunk.lo, chunk.hi)
         header = array("B", pack(tag_of(part), chunk))
         vector = Vector(offsets + src[copy.src_buffer].address, lengths, before=header.buffer_info())
         event = _Sent()
