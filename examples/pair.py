@@ -5,6 +5,7 @@ transfers did; then runs the same prompts in this process alone, and compares to
 
     python examples/pair.py
     python examples/pair.py --model tiny-random     # needs no weights, and answers nonsense
+    python examples/pair.py --trace pair.json       # what the transfers did, for https://ui.perfetto.dev
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import uvloop
 from rich.console import Console
 
 import aiokv
+from aiokv.tracing import merge
 from serving.channel import Message, RequestFailed, request
 from serving.model import Model, load, prepare
 from serving.options import add_model, count
@@ -60,9 +62,10 @@ def requests(model: Model, block_size: int) -> dict[str, list[int]]:
 
 
 @asynccontextmanager
-async def children(*arguments: str) -> AsyncIterator[list[asyncio.subprocess.Process]]:
+async def children(*arguments: str, trace: Path | None = None) -> AsyncIterator[list[asyncio.subprocess.Process]]:
     """The processes of the pair, prefill first. They end when this context, or this process, does."""
-    starting = [asyncio.ensure_future(started(script, *arguments)) for script in SCRIPTS]
+    traced = {script: [f"--trace={side(trace, script)}"] if trace else [] for script in SCRIPTS}
+    starting = [asyncio.ensure_future(started(script, *arguments, *traced[script])) for script in SCRIPTS]
     patience = 10.0
     try:
         # Shielded: one that is started just when we are cancelled must be ended, too.
@@ -72,6 +75,19 @@ async def children(*arguments: str) -> AsyncIterator[list[asyncio.subprocess.Pro
         raise
     finally:
         await asyncio.gather(*(end(each, patience) for each in starting), return_exceptions=True)
+
+
+def side(trace: Path, script: str) -> Path:
+    """Where one process of the pair writes its side of the trace."""
+    return trace.with_name(f"{trace.name}.{Path(script).stem}")
+
+
+def join_trace(trace: Path) -> None:
+    """Both sides in one file."""
+    sides = [side(trace, script) for script in SCRIPTS]
+    merge(sides, trace)
+    for each in sides:
+        each.unlink()
 
 
 async def started(script: str, *arguments: str) -> asyncio.subprocess.Process:
@@ -171,7 +187,7 @@ async def main(options: argparse.Namespace) -> int:
     console = Console()
     names = ("model", "blocks", "block_size", "threads") + (("transport",) if options.transport else ())
     passed_on = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    async with children(*passed_on) as processes:
+    async with children(*passed_on, trace=options.trace) as processes:
         model = await asyncio.to_thread(load, options.model)
         prompts = requests(model, options.block_size)
         prefill, decode = [
@@ -184,6 +200,8 @@ async def main(options: argparse.Namespace) -> int:
                 )
                 for name, tokens in prompts.items()
             }
+    if options.trace:
+        await asyncio.to_thread(join_trace, options.trace)
     replies = {name: reply for name, task in asked.items() if (reply := task.result()) is not None}
     if replies:
         console.print(table(prompts, replies))
@@ -210,6 +228,12 @@ def parsed(line: list[str] | None = None) -> argparse.Namespace:
     add_model(parser)
     parser.add_argument(
         "--limit", type=count, default=48, help="tokens of an answer, at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write there what the transfers did, for https://ui.perfetto.dev (default: nothing is written)",
     )
     return parser.parse_args(line)
 

@@ -9,12 +9,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import torch
 import uvloop
 
 import aiokv
+from aiokv.tracing import Recorder
 from serving.model import NAMES, Model, load
 
 __all__ = ["TRANSPORTS", "add_model", "address", "arguments", "count", "peer", "start", "tell_parent"]
@@ -97,6 +99,11 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         help="seconds that a prefill and its transfer may take (default: %(default)g)",
     )
     parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="write there what the transfers did, for https://ui.perfetto.dev (default: nothing is written)",
+    )
+    parser.add_argument(
         "--with-parent", action="store_true", help="end when standard input is closed (default: no)"
     )
     return parser
@@ -108,19 +115,28 @@ def start(main: Main, options: argparse.Namespace) -> int:
         model = load(options.model)
         # Before there is a loop, since making memory blocks; closed after the engine that uses it.
         with aiokv.KVCache.allocate(model.layout(options.blocks, options.block_size)) as cache:
+            recorder = Recorder(Path(sys.argv[0]).stem) if options.trace else None
             try:
-                engine = _engine_for(cache, options)
+                engine = _engine_for(cache, options, recorder)
             except ValueError as error:  # an address that can't be meant
                 print(f"failed: {error}", file=sys.stderr)
                 return 2
-            return _run(main(model, engine, options), options)
+            try:
+                return _run(main(model, engine, options), options)
+            finally:
+                if recorder is not None:
+                    recorder.write(options.trace)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
-def _engine_for(cache: aiokv.KVCache, options: argparse.Namespace) -> aiokv.TransferEngine:
+def _engine_for(
+    cache: aiokv.KVCache, options: argparse.Namespace, recorder: Recorder | None
+) -> aiokv.TransferEngine:
     transports = (options.transport,) if options.transport else TRANSPORTS
-    return aiokv.TransferEngine(cache, bind=options.bind, advertise=options.advertise, transports=transports)
+    return aiokv.TransferEngine(
+        cache, bind=options.bind, advertise=options.advertise, transports=transports, trace=recorder
+    )
 
 
 def _run(main: Coroutine[Any, Any, int], options: argparse.Namespace) -> int:

@@ -70,8 +70,8 @@ def test_layers_land_one_by_one() -> None:
 @needs_transformers
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("transport", ["", pytest.param("tcp", marks=pytest.mark.slow)])
-def test_pair_answers_as_one_process_does(transport: str) -> None:
-    chosen = [f"--transport={transport}"] if transport else []
+def test_pair_answers_as_one_process_does(transport: str, tmp_path: Path) -> None:
+    chosen = [f"--trace={tmp_path / 'pair.json'}", *([f"--transport={transport}"] if transport else [])]
     output = run("pair.py", "--model=tiny-random", "--limit=16", *chosen, timeout=110)
     assert "\nequal: all 4 answers (64 tokens) are those of one process alone\n" in output
     overlapped = {
@@ -80,6 +80,12 @@ def test_pair_answers_as_one_process_does(transport: str) -> None:
     assert set(overlapped) == {"usual", "one token", "whole blocks", "long"}
     assert overlapped["long"] > 0
     assert re.findall(r" (shm|cma|tcp) ", output) == [transport or "shm"] * 4
+    assert [path.name for path in tmp_path.iterdir()] == ["pair.json"]
+    events = json.loads((tmp_path / "pair.json").read_text())["traceEvents"]
+    whole = [event["args"] | event for event in events if "role" in event.get("args", {})]
+    assert sorted(each["role"] for each in whole) == ["consumer"] * 4 + ["producer"] * 4
+    assert [each["state"] for each in whole if each["role"] == "consumer"] == ["landed"] * 4
+    assert len({each["pid"] for each in whole}) == 2
 
 
 @pytest.mark.slow
