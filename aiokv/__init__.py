@@ -6,6 +6,8 @@ sides, and no Python thread on the data path.
 """
 
 from aiokv.config import Config
+from aiokv.control.keys import Keys
+from aiokv.control.tls import Tls
 from aiokv.device.cache import KVCache
 from aiokv.engine.arguments import Window
 from aiokv.engine.engine import TransferEngine
@@ -44,6 +46,7 @@ __all__ = [
     "GroupLayout",
     "InvalidBlocks",
     "KVCache",
+    "Keys",
     "LayoutMismatch",
     "LocalProtocolError",
     "Offer",
@@ -54,6 +57,7 @@ __all__ = [
     "RemoteProtocolError",
     "Settings",
     "Statistics",
+    "Tls",
     "TransferAborted",
     "TransferEngine",
     "Window",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import MappingProxyType
 
 from aiokv.control.address import Address, bindable
 from aiokv.control.base import Channel
+from aiokv.engine.access import Access
 from aiokv.transports.base import Transport
 from aiokv.transports.handshake import MAX_STREAMS, STREAMS
 from aiokv.transports.mapping import off_loop
@@ -27,6 +29,12 @@ __all__ = [
 #: Transports that an engine uses by default, best first.
 TRANSPORTS = ("shm", "cma", "tcp")
 
+#: The module of each channel, by the scheme of its addresses.
+_CHANNELS = MappingProxyType(
+    {"tcp": "aiokv.control.zmq", "stream": "aiokv.control.streams", "tls": "aiokv.control.streams"}
+)
+_ANYBODY = Access(keys=None, allow=None, tls=None)
+
 
 def checked_binding(bind: str, advertise: str | None) -> None:
     """Refuse what no channel can listen at, without importing a channel.
@@ -38,28 +46,38 @@ def checked_binding(bind: str, advertise: str | None) -> None:
     for what, address in (("bind", bind), ("advertise", advertise)):
         if not isinstance(address, str) and (address is not None or what == "bind"):
             raise TypeError(f"{what} is an address, tcp://host:port, not {address!r}")
-    bindable(bind, advertise, "tcp")
+    bindable(bind, advertise, _scheme(bind))
 
 
-async def imported(chosen: Sequence[str | Transport], *, channel: bool) -> None:
+def _scheme(address: str) -> str:
+    """The scheme of an address; the first of them where it has another or none."""
+    found = address.partition("://")[0]
+    return found if found in _CHANNELS else "tcp"
+
+
+async def imported(chosen: Sequence[str | Transport], bind: str | None) -> None:
     """Import what is needed off the loop, which zmq alone would hold for 50 ms and more.
 
     Args:
         chosen: The transports.
-        channel: Whether ``channel_at`` will be called.
+        bind: The address for which ``channel_at`` will be called; None: it won't be.
     """
     modules = [f"aiokv.transports.{each}" for each in chosen if isinstance(each, str)]
-    if channel:
-        modules.append("aiokv.control.zmq")
+    if bind is not None:
+        modules.append(_CHANNELS[_scheme(bind)])
     if missing := [name for name in modules if name not in sys.modules]:
         await off_loop(lambda: [import_module(name) for name in missing], "aiokv-import")
 
 
-def channel_at(bind: str, advertise: str | None) -> Channel:
-    """The control channel for an address."""
+def channel_at(bind: str, advertise: str | None, access: Access = _ANYBODY) -> Channel:
+    """The control channel for an address, which ``checked_access`` has found right."""
+    if _scheme(bind) != "tcp":
+        from aiokv.control.streams import StreamChannel
+
+        return StreamChannel(bind, advertise=advertise, tls=access.tls, allow=access.allow)
     from aiokv.control.zmq import ZmqChannel
 
-    return ZmqChannel(bind, advertise=advertise)
+    return ZmqChannel(bind, advertise=advertise, keys=access.keys, allow=access.allow or ())
 
 
 def checked_transports(wanted: Sequence[str | Transport] | None) -> list[str | Transport]:
@@ -166,5 +184,6 @@ def _made(name: str, ports: Sequence[int], host: str | None, streams: int) -> Tr
 
 def host_of(address: str) -> str:
     """Host of a control address, where data ports listen too; loopback where it has none."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]") if address.startswith("tcp://") and port else "127.0.0.1"
+    scheme, _, where = address.partition("#")[0].partition("://")
+    host, _, port = where.rpartition(":")
+    return host.strip("[]") if scheme in _CHANNELS and port else "127.0.0.1"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from aiokv.engine.peer import Peer, Peers
+from aiokv.control.address import key_of
+from aiokv.engine.peer import Peer, Peers, life_of
 from aiokv.errors import CapacityError, ClosedError, PeerLostError, Refused, RemoteProtocolError
 from aiokv.proto.messages import Frame, Hello, Message, Reset, as_text, decode_frame, decode_messages
 from aiokv.proto.session import Identity, Phase, Session
@@ -52,8 +53,13 @@ class Demultiplexer:
         #: Control frames received, and received in vain (malformed, stale, for somebody else).
         self.frames_received = self.frames_stray = 0
 
-    def receive(self, data: bytes) -> None:
-        """Take one frame from the channel."""
+    def receive(self, data: bytes, sender: str = "") -> None:
+        """Take one frame from the channel.
+
+        Args:
+            data: The frame.
+            sender: Key of who sent it; see ``Channel.sender``. Each may speak for its own address only.
+        """
         self.frames_received += 1
         self._wake()
         try:
@@ -61,10 +67,13 @@ class Demultiplexer:
         except RemoteProtocolError as error:
             self._stray("%s", error)
             return
+        if key_of(frame.reply) != sender:
+            self._stray("who says to be at %s has the key %r", frame.reply, sender)
+            return
         if not frame.seq:
             self._outside(frame)
             return
-        session = self._peers.sessions_with(frame.src).get(frame.mine)
+        session = self._peers.sessions_with(_life(frame)).get(frame.mine)
         if frame.dst and frame.dst != self._me.incarnation:
             self._reset(frame, "incarnation", "the engine that this was meant for is gone")
         elif session is None:
@@ -115,6 +124,13 @@ class Demultiplexer:
             self._reset(frame, "incarnation", "the engine that this was meant for is gone")
             return
         answered = self._peers.by_stream(frame.yours)
+        if any(
+            not _same_key(each, frame.reply)
+            for each in (hello.address, answered and answered.address)
+            if each
+        ):
+            self._stray("HELLO in the name of another from %s", frame.reply)
+            return
         try:
             hello.placement.check(hello.layout)
             # Whom we greeted may call itself otherwise than we called it (localhost, 127.0.0.1).
@@ -141,11 +157,11 @@ class Demultiplexer:
 
     def _was_heard(self, frame: Frame, hello: Hello) -> bool:
         """Whether a greeting is of a session that is up, or was; if neither, the others are asked."""
-        others = self._peers.sessions_with(frame.src)
+        others = self._peers.sessions_with(_life(frame))
         if frame.mine in others:
             others[frame.mine].receive_hello(frame, hello, self._clock())
             return True
-        if self._peers.was_up(frame.src, frame.mine):
+        if self._peers.was_up(_life(frame), frame.mine):
             self._reset(frame, "session", "this session is over")
             return True
         if len(others) >= _MOST_SESSIONS:
@@ -187,6 +203,9 @@ class Demultiplexer:
             return  # for who lived here before, whose streams had the same numbers
         peer = self._peers.by_stream(reset.stream)
         session = peer.session if peer else None
+        if session is not None and not _same_key(session.address, frame.reply):
+            self._stray("RESET in the name of another from %s", frame.reply)
+            return
         if session is None or (
             session.incarnation and session.incarnation != frame.src and reset.reason != "incarnation"
         ):
@@ -215,3 +234,13 @@ class Demultiplexer:
     def _stray(self, text: str, *args: object) -> None:
         self.frames_stray += 1
         _log.debug("dropped a control frame: " + text, *args)
+
+
+def _life(frame: Frame) -> bytes:
+    """Whose frame it is: the incarnation that it says, of who has the key to its address."""
+    return life_of(frame.src, frame.reply)
+
+
+def _same_key(address: str, other: str) -> bool:
+    """Whether two addresses are of who has the same key; all are where there are none."""
+    return key_of(address) == key_of(other)

@@ -18,7 +18,10 @@ from typing import Literal, Self
 import msgspec
 
 from aiokv.control.base import MAX_FRAME, Channel
+from aiokv.control.keys import Keys
+from aiokv.control.tls import Tls
 from aiokv.device.cache import KVCache
+from aiokv.engine.access import checked_access
 from aiokv.engine.arguments import (
     BlockIds,
     block_lists,
@@ -74,7 +77,15 @@ class TransferEngine:
     Args:
         cache: The registered memory; it can't be closed while the engine is entered.
         bind: Address of the control channel; port 0 takes a free one.
+            ``tcp://host:port`` is ZeroMQ's, ``stream://`` plain TCP, ``tls://`` TLS; the engines of a
+            system use the same. Other hosts than this one's are refused without keys or certificates.
         advertise: What peers are told instead of the bound address (containers, NAT).
+        keys: This engine's own, for ``tcp://``: then all control traffic is encrypted, only those in
+            ``allow`` are talked to, and addresses name keys.
+        allow: Public keys of the peers; with ``tls``, fingerprints of their certificates, by default
+            of all that the authority vouches for.
+        tls: Certificates, for ``tls://``.
+        insecure: Let ``bind`` be reached from other hosts by whoever is there.
         transports: Which data paths may be used, best first: names, or transports made by the
             caller. By default all that fit the cache, best first.
         data_ports: Ports that the data connections of ``tcp`` may come in at, of which it takes the
@@ -83,7 +94,7 @@ class TransferEngine:
         tcp_streams: Connections of each ``tcp`` link, 1 to 16; the lower of the two ends' numbers
             is used.
         settings: Timers and bounds.
-        channel: A control channel made by the caller, in place of ``bind`` and ``advertise``.
+        channel: A control channel made by the caller, in place of ``bind`` and what belongs to it.
         clock: Nanoseconds of the clock that leases are written in; shared by a host's processes.
         trace: Records what each transfer does and when, such as ``aiokv.tracing.Recorder``.
 
@@ -102,6 +113,10 @@ class TransferEngine:
         *,
         bind: str = "tcp://127.0.0.1:0",
         advertise: str | None = None,
+        keys: Keys | None = None,
+        allow: Sequence[str] | None = None,
+        tls: Tls | None = None,
+        insecure: bool = False,
         transports: Sequence[str | Transport] | None = None,
         data_ports: Sequence[int] = (),
         tcp_streams: int = STREAMS,
@@ -122,6 +137,7 @@ class TransferEngine:
             raise TypeError(f"trace is a recorder (see aiokv.tracing), not {trace!r}")
         if channel is None:
             checked_binding(bind, advertise)
+            self._access = checked_access(bind, keys, allow, tls, insecure=insecure)
         self.cache = cache
         self._settings = settings or Settings()
         self._clock = clock
@@ -178,9 +194,9 @@ class TransferEngine:
 
     async def _start(self) -> None:
         self._keeping.enter_context(self.cache.kept_open())
-        await imported(self._chosen, channel=self._channel is None)
+        await imported(self._chosen, self._bind if self._channel is None else None)
         if self._channel is None:
-            self._channel = channel_at(self._bind, self._advertise)
+            self._channel = channel_at(self._bind, self._advertise, self._access)
         self._transports = transports_named(
             self._chosen, ports=self._data_ports, advertise=self._advertise, streams=self._tcp_streams
         )
@@ -286,7 +302,8 @@ class TransferEngine:
 
     def _on_frame(self, data: bytes) -> None:
         if self._core is not None and self._state in ("open", "closing"):
-            self._core.demultiplexer.receive(data)
+            sender = self._channel.sender if self._channel is not None else ""
+            self._core.demultiplexer.receive(data, sender)
             self._heard.ring()
 
     def _opened(self) -> Core:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from aiokv.control.address import key_of
 from aiokv.control.base import Channel, Port
 from aiokv.engine.linking import open_link
 from aiokv.errors import AiokvError, CapacityError, ClosedError, PeerLostError
@@ -23,12 +24,20 @@ from aiokv.proto.session import Identity, Phase, Session
 from aiokv.proto.settings import Settings
 from aiokv.transports.base import Link, PeerInfo, Transport
 
-__all__ = ["Peer", "Peers"]
+__all__ = ["Peer", "Peers", "life_of"]
 
 _log = logging.getLogger("aiokv")
 
 #: Sessions with one life of a peer that are remembered as over while others with it go on.
 _MOST_OVER = 64
+
+
+def life_of(incarnation: bytes, address: str) -> bytes:
+    """What tells lives of engines apart: the incarnation that one says, and the key that it proves.
+
+    Incarnations are told to every peer, so that another one with a key could claim it.
+    """
+    return incarnation + key_of(address).encode()
 
 
 class Peer:
@@ -91,7 +100,7 @@ class Peers:
         self._streams = itertools.count(1)
         self._peers: dict[str, Peer] = {}
         self._sessions: dict[int, Peer] = {}  # by the number of our stream
-        #: Sessions that are up, by the peer's incarnation and the number of its stream.
+        #: Sessions that are up, by the peer's life and the number of its stream.
         self._up_with: dict[bytes, dict[int, Session]] = {}
         #: Streams of a life's sessions that are over, while others with it are up: left-overs of theirs
         #: begin nothing.
@@ -130,13 +139,13 @@ class Peers:
         """The peer with whom this stream of ours is that of the current session."""
         return self._sessions.get(stream)
 
-    def sessions_with(self, incarnation: bytes) -> Mapping[int, Session]:
-        """Sessions that are up with one life of an engine, by the numbers of its streams."""
-        return self._up_with.get(incarnation, {})
+    def sessions_with(self, life: bytes) -> Mapping[int, Session]:
+        """Sessions that are up with one life of an engine (``life_of``), by the numbers of its streams."""
+        return self._up_with.get(life, {})
 
-    def was_up(self, incarnation: bytes, stream: int) -> bool:
+    def was_up(self, life: bytes, stream: int) -> bool:
         """Whether a session by that stream of theirs is over, though others with this life go on."""
-        return stream in self._over_with.get(incarnation, ())
+        return stream in self._over_with.get(life, ())
 
     @property
     def sessions(self) -> list[Session]:
@@ -214,7 +223,8 @@ class Peers:
 
     def note_up(self, session: Session, address: str) -> None:
         """A session is up, with an engine that calls itself by this address."""
-        self._up_with.setdefault(session.incarnation, {})[session.theirs] = session
+        life = life_of(session.incarnation, session.address)
+        self._up_with.setdefault(life, {})[session.theirs] = session
         self._peers.setdefault(address, self._sessions[session.mine])
 
     # -- what is sent
@@ -277,15 +287,16 @@ class Peers:
     def finish(self, session: Session, error: AiokvError, *, certain: bool = False) -> None:
         """A session has ended, by itself or by ``end``: its parts fail, its link closes."""
         peer = self._sessions.pop(session.mine, None)
-        others = self._up_with.get(session.incarnation, {})
+        life = life_of(session.incarnation, session.address)
+        others = self._up_with.get(life, {})
         if others.get(session.theirs) is session:
             del others[session.theirs]
             if others:
-                over = self._over_with.setdefault(session.incarnation, deque(maxlen=_MOST_OVER))
+                over = self._over_with.setdefault(life, deque(maxlen=_MOST_OVER))
                 over.append(session.theirs)
             else:
-                del self._up_with[session.incarnation]
-                self._over_with.pop(session.incarnation, None)
+                del self._up_with[life]
+                self._over_with.pop(life, None)
         if peer is not None and peer.session is session:
             peer.session, peer.worn = None, bool(session.incarnation)
             if peer.opening is not None:

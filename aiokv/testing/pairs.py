@@ -17,13 +17,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import Any, ParamSpec, Self
+from typing import Any, ParamSpec, Self, TypedDict, Unpack
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aiokv.control.keys import Keys
 from aiokv.control.memory import MemoryNetwork
+from aiokv.control.tls import Tls
 from aiokv.device.cache import Allocator, KVCache
 from aiokv.device.host import HostBuffer, HostDevice
 from aiokv.engine.engine import TransferEngine
@@ -37,6 +39,7 @@ from aiokv.transports.memory import MemoryHub, MemoryTransport
 
 __all__ = [
     "LAYOUT",
+    "AccessOptions",
     "Engines",
     "check_idle",
     "connected_pair",
@@ -63,6 +66,15 @@ class _PlainDevice(HostDevice):
     def allocate(self, nbytes: int) -> HostBuffer:
         memory = bytearray(nbytes)
         return HostBuffer(memoryview(memory), owner=memory)
+
+
+class AccessOptions(TypedDict, total=False):
+    """Who may reach an engine; see ``TransferEngine``."""
+
+    keys: Keys | None
+    allow: Sequence[str] | None
+    tls: Tls | None
+    insecure: bool
 
 
 class Engines:
@@ -103,6 +115,7 @@ class Engines:
         bind: str | None = None,
         advertise: str | None = None,
         cache: KVCache | None = None,
+        **access: Unpack[AccessOptions],
     ) -> TransferEngine:
         """A new engine, entered, whose cache holds random bytes.
 
@@ -113,9 +126,10 @@ class Engines:
             settings: Timers and bounds.
             device: Where its cache is; by default plain memory, which can't be shared between processes.
             transports: Of its data plane; the memory of this process by default.
-            bind: An address of ZeroMQ's, such as ``tcp://127.0.0.1:0``; by default it is in the network.
+            bind: An address such as ``tcp://127.0.0.1:0``; by default it is in the network.
             advertise: As of ``TransferEngine``.
             cache: The cache, which stays the caller's, in place of ``layout``, ``heads`` and ``device``.
+            access: ``keys``, ``allow``, ``tls`` and ``insecure``, as of ``TransferEngine``.
         """
         engine = self.make(
             name,
@@ -124,6 +138,7 @@ class Engines:
             transports=transports,
             bind=bind,
             advertise=advertise,
+            **access,
         )
         await self.enter(engine)
         return engine
@@ -156,6 +171,7 @@ class Engines:
         transports: Sequence[str | Transport] | None = None,
         bind: str | None = None,
         advertise: str | None = None,
+        **access: Unpack[AccessOptions],
     ) -> TransferEngine:
         """An engine that is not entered yet."""
         loop = asyncio.get_running_loop()
@@ -168,6 +184,7 @@ class Engines:
             bind=bind or "tcp://127.0.0.1:0",
             advertise=advertise,
             clock=clock,
+            **access,
         )
 
     async def enter(self, engine: TransferEngine) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 import aiokv
+from aiokv.control.streams import StreamChannel
 from aiokv.control.zmq import ZmqChannel
 from aiokv.engine.choices import (
     TRANSPORTS,
@@ -147,11 +148,11 @@ def seen(name):
 
 async def main():
     choices.import_module = seen
-    await choices.imported(["shm", "tcp"], channel=True)
+    await choices.imported(["shm", "tcp"], "tcp://127.0.0.1:0")
     names = ["aiokv.transports.shm", "aiokv.transports.tcp", "aiokv.control.zmq"]
     assert [name in sys.modules for name in names] == [True] * 3
     choices.import_module = None  # the second time nothing is left to be done
-    await choices.imported(["shm", "tcp"], channel=True)
+    await choices.imported(["shm", "tcp"], "tcp://127.0.0.1:0")
 
 assert "zmq" not in sys.modules
 asyncio.run(main())
@@ -169,6 +170,7 @@ def test_what_takes_long_to_import_is_imported_off_the_loop() -> None:
 
 def test_a_control_channel_is_made_for_an_address() -> None:
     assert isinstance(channel_at("tcp://127.0.0.1:0", None), ZmqChannel)
+    assert isinstance(channel_at("stream://127.0.0.1:0", None), StreamChannel)
     with pytest.raises(ValueError, match="advertise"):
         channel_at("tcp://0.0.0.0:0", None)
 
@@ -180,6 +182,8 @@ def test_a_control_channel_is_made_for_an_address() -> None:
         ("tcp://[::1]:5000", "::1"),
         ("tcp://0.0.0.0:5000", "0.0.0.0"),
         ("tcp://prefill-3.cluster.local:5000", "prefill-3.cluster.local"),
+        ("stream://192.0.2.1:5000", "192.0.2.1"),
+        ("tls://prefill-3:5000#" + "0" * 64, "prefill-3"),
         ("memory://a", "127.0.0.1"),
     ],
 )

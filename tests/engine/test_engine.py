@@ -139,7 +139,9 @@ async def test_without_memory_to_share_the_other_transports_serve(monkeypatch: p
 @pytest.mark.asyncio
 async def test_what_it_is_told_to_advertise_is_its_address() -> None:
     async with Engines() as engines:
-        a = await engines.add("a", transports=["shm"], bind="tcp://0.0.0.0:0", advertise="tcp://127.0.0.1")
+        a = await engines.add(
+            "a", transports=["shm"], bind="tcp://0.0.0.0:0", advertise="tcp://127.0.0.1", insecure=True
+        )
         assert a.address.startswith("tcp://127.0.0.1:")
         assert not a.address.endswith(":0")
         b = await engines.add("b", transports=["shm"], bind="tcp://127.0.0.1:0")

@@ -179,6 +179,7 @@ class _SpoilingChannel:
     def __init__(self, mutator: Mutator) -> None:
         self._channel = ZmqChannel("tcp://127.0.0.1:0")
         self._mutator = mutator
+        self.sender = ""  # there are no keys
 
     async def start(self, receive: Callable[[bytes], None]) -> str:
         return await self._channel.start(receive)
