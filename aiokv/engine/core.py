@@ -113,13 +113,9 @@ class Core:
             late=self.peers.forgive,
             due=self._on_time,
         )
-        #: The course of each transfer, and the blocks that the transfer holds.
+        #: Transfers that are not over.
         self._courses: dict[Transfer, Course] = {}
-        self._held: dict[Transfer, Lease] = {}
-        #: Point on the caller's stream that a fetch's writes wait for.
-        self._after: dict[Transfer, Event] = {}
-        #: Transfers with a part that never became quiet, and the leases of those that ended so.
-        self._unsure: set[Transfer] = set()
+        #: Leases of transfers that ended without being quiet.
         self._quarantined: list[Lease] = []
         self._turn_wanted = False
         self._closed = False
@@ -169,11 +165,11 @@ class Core:
         except BaseException:
             lease.give_back()
             raise
-        self._after[fetching] = after
+        course.after = after
         self._begun(fetching, course, lease)
 
     def _begun(self, transfer: Transfer, course: Course, lease: Lease) -> None:
-        self._held[transfer] = lease
+        course.lease = lease
         self._courses[transfer] = course
         self.wake()
 
@@ -309,7 +305,7 @@ class Core:
             case ActionKind.CUT:
                 self.mover.cut(part)
             case ActionKind.QUARANTINE:
-                self._unsure.add(part.transfer)
+                self._courses[part.transfer].unsure = True
             case ActionKind.ENDED:
                 self._ended[part.state.value] += 1
                 if part.state is State.LANDED and part.role == "producer" and part.one_sided and part.link:
@@ -341,9 +337,10 @@ class Core:
 
     def _reached(self, part: Part) -> bool:
         """Whether the caller's stream is done with a fetch's blocks; if not, the part is connected later."""
-        course, after = self._courses.get(part.transfer), self._after.get(part.transfer)
-        if after is None or not isinstance(course, FetchCourse):
+        course = self._courses.get(part.transfer)
+        if not isinstance(course, FetchCourse) or course.after is None:
             return True
+        after = course.after
         try:
             if after.done():
                 return True
@@ -364,13 +361,13 @@ class Core:
     def _start(self, part: Part) -> None:
         if not part.active:
             return
+        course = self._courses[part.transfer]
         try:
             link = self._link_of(part)
             if part.role == "producer" and part.one_sided:
-                total = self._readable(part)
+                course.bytes_total += self._readable(part)
             else:
-                total = self.mover.start(part, link, self._after.get(part.transfer))
-            self._courses[part.transfer].bytes_total += total
+                course.bytes_total += self.mover.start(part, link, course.after)
         except (AiokvError, ValueError) as error:
             self.table.fail(part, error if isinstance(error, AiokvError) else InvalidBlocks(str(error)))
             return
@@ -401,14 +398,13 @@ class Core:
 
     def _resolve(self, transfer: Transfer) -> None:
         """All parts ended: the blocks are the caller's again, and whoever waits may know."""
-        lease = self._held.pop(transfer)
-        if transfer in self._unsure:
-            self._unsure.discard(transfer)
+        course = self._courses.pop(transfer)
+        lease, course.lease, course.after = course.lease, None, None
+        if lease is not None and course.unsure:
             self._quarantined.append(lease)
-        else:
+        elif lease is not None:
             lease.give_back()
-        self._after.pop(transfer, None)
-        self._courses.pop(transfer).end()
+        course.end()
 
     # -- time
 

@@ -9,6 +9,7 @@ import logging
 
 from aiokv.device.base import Event, Stream
 from aiokv.engine.bell import Bell
+from aiokv.engine.leases import Lease
 from aiokv.proto.parts import State
 from aiokv.proto.transfers import Offering, Part, Transfer
 
@@ -30,6 +31,9 @@ class Course:
         observed: Somebody saw how it ended.
         bytes_moved: Bytes in place, or handed over, so far.
         bytes_total: Bytes that it moves in all, as far as is known.
+        lease: The blocks that it holds; None before it begins and once they were given back.
+        unsure: A part of it never became quiet, so they won't be.
+        after: A fetch's: point on the caller's stream that its writes wait for; None where there is none.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -39,6 +43,9 @@ class Course:
         self.observed = False
         self.bytes_moved = 0
         self.bytes_total = 0
+        self.lease: Lease | None = None
+        self.unsure = False
+        self.after: Event | None = None
 
     def __del__(self) -> None:
         # As asyncio does for a task whose exception nobody retrieved.

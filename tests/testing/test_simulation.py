@@ -141,9 +141,9 @@ def caller_stream_ignored(patch: pytest.MonkeyPatch) -> None:
     """Blocks are written while the caller's stream still works on them."""
     begun = Core._begun
 
-    def broken(self, transfer, handle, lease):
-        self._after.pop(transfer, None)
-        begun(self, transfer, handle, lease)
+    def broken(self, transfer, course, lease):
+        course.after = None
+        begun(self, transfer, course, lease)
 
     patch.setattr(Core, "_begun", broken)
 

@@ -56,9 +56,6 @@ def _leftovers(core: Core) -> Iterator[str]:
     table, mover, peers = core.table, core.mover, core.peers
     for what, things in (
         ("courses", core._courses),
-        ("held leases", core._held),
-        ("unsure transfers", core._unsure),
-        ("points to wait for", core._after),
         ("announced layers", core._announced),
         ("tasks", peers.tasks),
         ("actions", table.actions),
@@ -127,8 +124,8 @@ def going_on(world: World) -> Iterator[str]:
             over = part.session is None or part.session.phase is Phase.ENDED
             if over and part.state is not State.DRAINING:
                 yield f"{process.name}: {part} goes on over {part.session}"
-        if core.leases.out != len(core._held) + len(core._quarantined):
-            yield f"{process.name}: {core.leases.out} leases are out for {len(core._held)} transfers"
+        if core.leases.out != len(core._courses) + len(core._quarantined):
+            yield f"{process.name}: {core.leases.out} leases are out for {len(core._courses)} transfers"
         flying = [movement.in_flight for movement in core.mover._movements.values()]
         if sum(flying) > core.mover.in_flight or min(flying, default=0) < 0:
             yield f"{process.name}: {core.mover.in_flight} chunks in flight, of movements {flying}"

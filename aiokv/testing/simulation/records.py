@@ -103,7 +103,7 @@ class Record:
         if not self.handle.done():
             world.fail(f"{self} was left before it was over: {self.handle!r}")
         core = self.process.engine._core
-        if core is not None and self.handle._transfer in core._held:
+        if core is not None and self.handle._transfer in core._courses:
             world.fail(f"{self} was left while its blocks were still leased")
         if sending := self.process.sending.pending(self.handle._transfer.key) if self.offers else 0:
             world.fail(f"{self} was left while {sending} chunks of its blocks were still being sent")
