@@ -13,13 +13,17 @@ import pytest
 
 import aiokv
 from aiokv import Config
+from aiokv.control.keys import Keys
 from aiokv.proto.settings import Settings
-from aiokv.testing.pairs import LAYOUT
+from aiokv.testing.pairs import LAYOUT, transfer
 from aiokv.tracing import Recorder
 
 WANTED: dict[str, Any] = {
     "bind": "tcp://127.0.0.1:0",
     "advertise": "tcp://localhost",
+    "keys": "/etc/aiokv",
+    "allow": ["ab" * 32, "cd" * 32],
+    "insecure": True,
     "transports": ["shm", "tcp"],
     "data_ports": "7000-7002, 7010",
     "tcp_streams": 4,
@@ -130,6 +134,11 @@ def test_the_environment_is_read_only_when_asked_for_and_never_changed(
         ("data_ports", [0], ValueError, "data_ports lists ports from 1"),
         ("transports", "tcp", TypeError, "transports is a list of names"),
         ("transports", ["rdma"], ValueError, "there is no transport 'rdma'"),
+        ("insecure", "yes", TypeError, "insecure is true or false"),
+        ("keys", 5, TypeError, "keys is the path of a file"),
+        ("allow", ["me"], ValueError, "allow lists keys of 64 hexadecimal digits"),
+        ("allow", 5, TypeError, "allow is a list of keys, or the path"),
+        ("tls_ca", "ca.pem", ValueError, "tls_certificate, tls_key, tls_ca go together"),
         ("bind", "here", ValueError, "'here' is not tcp://host:port"),
         ("bind", 7, TypeError, "bind is an address"),
         ("advertise", "tcp://0.0.0.0:1", ValueError, "advertise='tcp://0.0.0.0:1' is no address"),
@@ -155,6 +164,7 @@ def test_errors_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
             {"AIOKV_TRANSPORT": "tcp"},
             "AIOKV_TRANSPORT: there is no such field; did you mean AIOKV_TRANSPORTS?",
         ),
+        ({"AIOKV_INSECURE": "yes"}, "AIOKV_INSECURE: insecure is true or false, not 'yes'"),
         ({"AIOKV_QQQ": "tcp"}, "AIOKV_QQQ: there is no such field"),
         ({"AIOKV_BIND": "here", "AIOKV_PEERS": "7"}, "AIOKV_BIND: 'here' is not tcp"),
         ({"AIOKV_LEASE": "9s", "AIOKV_DRAIN": "8s"}, "AIOKV_LEASE, AIOKV_DRAIN: timers must keep"),
@@ -206,3 +216,33 @@ async def test_an_engine_is_as_it_was_told() -> None:
             assert engine._core is not None
             assert engine._core.settings == config.settings
             assert list(engine._core.peers._me.hello.transports) == ["tcp"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.may_block(reason="reads keys, allocates caches")
+async def test_keys_are_read_when_the_engine_is_made(tmp_path: Path) -> None:
+    mine, theirs = Keys.generate(), Keys.generate()
+    (mine.save(tmp_path / "a") / "allowed").write_text(f"{theirs.public} decode\n")
+    theirs.save(tmp_path / "b")
+    with aiokv.KVCache.allocate(LAYOUT) as there, aiokv.KVCache.allocate(LAYOUT) as here:
+        async with (
+            Config(keys=str(tmp_path / "a"), allow=str(tmp_path / "a")).engine(there) as producer,
+            Config.from_env({"AIOKV_KEYS": str(tmp_path / "b/aiokv.key"), "AIOKV_ALLOW": mine.public}).engine(
+                here
+            ) as consumer,
+        ):
+            assert producer.address.endswith(mine.public)
+            await transfer(producer, consumer, "t")
+        with pytest.raises(FileNotFoundError):
+            Config(keys=str(tmp_path / "c"), allow=[mine.public]).engine(here)
+
+
+@pytest.mark.asyncio
+@pytest.mark.may_block(reason="allocates a cache")
+async def test_nobody_is_let_in_from_other_hosts_unless_asked_for_by_name() -> None:
+    bind = {"bind": "tcp://0.0.0.0:0", "advertise": "tcp://localhost"}
+    with aiokv.KVCache.allocate(LAYOUT) as cache:
+        with pytest.raises(ValueError, match="insecure"):
+            Config(**bind).engine(cache)
+        async with Config(**bind, insecure=True).engine(cache):
+            pass

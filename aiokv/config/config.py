@@ -9,26 +9,28 @@
 
     AIOKV_BIND=tcp://10.0.0.5:7000 AIOKV_TRANSPORTS=shm,tcp AIOKV_LIVENESS=5s     # Config.from_env()
 
-``config.engine(cache)`` makes the engine. Nothing is read unless it is asked for: an engine that is
-made without a ``Config`` looks at no file and no variable. What can't be meant is refused at once,
-with the name of the field, and of the file or variable where it stands.
+``config.engine(cache)`` makes the engine, and reads keys and certificates from where the fields say
+that they are: nothing secret stands in a configuration. Files and variables are read only when asked
+for: an engine that is made without a ``Config`` looks at none. What can't be meant is refused at
+once, with the name of the field, and of the file or variable where it stands.
 """
 
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from aiokv.config.fields import BYTES, COUNTS, DURATIONS, READ, TLS, from_text
+from aiokv.control.keys import Keys
+from aiokv.control.tls import Tls
 from aiokv.device.cache import KVCache
-from aiokv.engine.choices import checked_binding, checked_ports, checked_streams, checked_transports
+from aiokv.engine.choices import checked_binding, checked_ports
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.stopwatch import Trace
 from aiokv.proto.settings import SECOND, Settings
@@ -38,18 +40,6 @@ __all__ = ["Config"]
 
 _PREFIX = "AIOKV_"
 _DEFAULT = Settings()
-
-_AMOUNT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[A-Za-zµ]*)", re.ASCII)
-#: Nanoseconds in each unit of time.
-_TIMES = MappingProxyType({"us": 10**3, "ms": 10**6, "s": SECOND, "min": 60 * SECOND, "h": 3600 * SECOND})
-#: Bytes in each unit of size.
-_SIZES = MappingProxyType(
-    {
-        "B": 1,
-        **{f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMG", 1)},
-        **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMG", 1)},
-    }
-)
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +52,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         bind: Address of the control channel; port 0 takes a free one.
         advertise: What peers are told instead of the bound address.
+        keys: File, or folder of ``python -m aiokv keygen``, with this engine's own secret key.
+        allow: Public keys of the peers; or the file, or folder, that lists them; with TLS,
+            fingerprints of their certificates.
+        tls_certificate: File with this engine's certificate, for ``tls://``.
+        tls_key: File with the private key of that.
+        tls_ca: File with the certificates of those who vouch for peers.
+        insecure: Let ``bind`` be reached from other hosts by whoever is there.
         transports: Names of the data paths that may be used, best first; None: all that fit.
         data_ports: Ports that data connections may come in at; none: any that is free. Text may
             give a range: ``"7000-7009"``.
@@ -86,6 +83,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     bind: str = "tcp://127.0.0.1:0"
     advertise: str | None = None
+    keys: str | None = None
+    allow: Sequence[str] | str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    insecure: bool = False
     transports: Sequence[str] | None = None
     data_ports: Sequence[int] | str = ()
     tcp_streams: int = STREAMS
@@ -105,9 +108,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         """Bring all fields into the form in which they are kept, and refuse what can't be meant."""
         for name in self.__struct_fields__:
-            if (read := _READ.get(name)) is not None:
+            if (read := READ.get(name)) is not None:
                 msgspec.structs.force_setattr(self, name, read(name, getattr(self, name)))
         checked_binding(self.bind, self.advertise)
+        files = [getattr(self, name) for name in TLS]
+        if None in files and any(files):
+            raise ValueError(f"{', '.join(TLS)} go together")
         _settings(self)
 
     @property
@@ -118,14 +124,27 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def engine(self, cache: KVCache, *, trace: Trace | None = None) -> TransferEngine:
         """An engine so set up, not yet entered.
 
+        Reads the files of keys and certificates that it needs: not for a running loop.
+
         Args:
             cache: The registered memory.
             trace: Records what its transfers do.
+
+        Raises:
+            OSError: A file can't be read, or is open to others.
+            ValueError: A file has something else in it, or ``bind`` can be reached from other hosts
+                and nothing says who may.
         """
+        allow = Keys.listed(self.allow) if isinstance(self.allow, str) else self.allow
+        certificate, key, ca = self.tls_certificate, self.tls_key, self.tls_ca
         return TransferEngine(
             cache,
             bind=self.bind,
             advertise=self.advertise,
+            keys=None if self.keys is None else Keys.load(self.keys),
+            allow=allow,
+            tls=Tls.load(certificate, key, ca=ca) if certificate and key and ca else None,
+            insecure=self.insecure,
             transports=self.transports,
             data_ports=checked_ports(self.data_ports),  # type: ignore[arg-type]
             tcp_streams=self.tcp_streams,
@@ -172,7 +191,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         values = {name: value for name, value in found.items() if name.startswith(_PREFIX)}
         return _updated(
             base or cls(),
-            {name.removeprefix(_PREFIX).lower(): _from_text(name, value) for name, value in values.items()},
+            {
+                (field := name.removeprefix(_PREFIX).lower()): from_text(name, field, value)
+                for name, value in values.items()
+            },
             lambda field: _PREFIX + field.upper(),
         )
 
@@ -195,9 +217,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def _settings(config: Config) -> Settings:
     """The timers and bounds; raises ValueError where they contradict each other."""
-    numbers = {f"{name}_ns": round(getattr(config, name) * SECOND) for name in _DURATIONS}
-    numbers |= {f"{name}_bytes": getattr(config, name) for name in _BYTES}
-    numbers |= {name: getattr(config, name) for name in _COUNTS}
+    numbers = {f"{name}_ns": round(getattr(config, name) * SECOND) for name in DURATIONS}
+    numbers |= {f"{name}_bytes": getattr(config, name) for name in BYTES}
+    numbers |= {name: getattr(config, name) for name in COUNTS}
     try:
         return Settings(**numbers)
     except ValueError as error:
@@ -218,8 +240,8 @@ def _updated(base: Config, values: Mapping[str, Any], where: Callable[[str], str
             hint = f"; did you mean {where(near[0]).rpartition(' ')[2]}?" if near else ""
             raise ValueError(f"{where(name)}: there is no such field{hint}")
         try:
-            if name in _READ:
-                _READ[name](name, value)
+            if name in READ:
+                READ[name](name, value)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where(name)}: {error}") from error
     try:
@@ -230,95 +252,3 @@ def _updated(base: Config, values: Mapping[str, Any], where: Callable[[str], str
         shown = [name for name, value in values.items() if isinstance(value, str) and repr(value) in text]
         meant = named or shown
         raise ValueError(f"{', '.join(map(where, meant or values))}: {error}") from error
-
-
-def _from_text(variable: str, text: str) -> int | str | list[str]:
-    """A variable's value, for the field that it is named after."""
-    field = variable.removeprefix(_PREFIX).lower()
-    if field in _INTEGERS:
-        try:
-            return int(text)
-        except ValueError:
-            raise ValueError(f"{variable}: {field} is an integer, not {text!r}") from None
-    if field in _LISTS:
-        return [each.strip() for each in text.split(",") if each.strip()]
-    return text
-
-
-# -- what each field may be
-
-
-def _duration(name: str, value: object) -> float:
-    if isinstance(value, str):
-        return _amount(name, value, _TIMES, "2s", default="s") / SECOND
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f'{name} is a time in seconds, or text such as "2s", not {value!r}')
-    if not math.isfinite(value):
-        raise ValueError(f"{name} is a time that ends, not {value!r}")
-    return float(value)
-
-
-def _size(name: str, value: object) -> int:
-    if isinstance(value, str):
-        found = _amount(name, value, _SIZES, "64MiB", default="B")
-        if found != int(found):
-            raise ValueError(f"{name} is a whole number of bytes, not {value!r}")
-        return int(found)
-    return _integer(name, value)
-
-
-def _amount(name: str, text: str, units: Mapping[str, int], such_as: str, *, default: str) -> float:
-    match = _AMOUNT.fullmatch(text.strip())
-    unit = (match["unit"] or default) if match else ""
-    if match is None or unit not in units:
-        known = ", ".join(units)
-        raise ValueError(f"{name} is a number with a unit of {known}, such as {such_as!r}, not {text!r}")
-    return float(match["number"]) * units[unit]
-
-
-def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is an integer, not {value!r}")
-    return value
-
-
-def _names(_: str, value: object) -> tuple[str, ...] | None:
-    if value is None:
-        return None
-    found = checked_transports(value)  # type: ignore[arg-type]
-    if any(not isinstance(each, str) for each in found):
-        raise TypeError("transports in a Config are names; TransferEngine takes others")
-    return tuple(map(str, found))
-
-
-def _ports(name: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, str):
-        return checked_ports(value)  # type: ignore[arg-type]
-    found: list[int] = []
-    for each in filter(None, (part.strip() for part in value.split(","))):
-        first, dash, last = each.partition("-")
-        try:
-            found.extend(range(int(first), int(last if dash else first) + 1))
-        except ValueError:
-            raise ValueError(f"{name} is ports and ranges of them, 7000-7009, not {value!r}") from None
-    return checked_ports(found)
-
-
-_DURATIONS = ("contact", "heartbeat", "liveness", "lease", "drain", "close", "tombstone")
-_BYTES = ("chunk", "window")
-_COUNTS = ("tombstones", "parked_per_peer", "peers")
-#: Fields whose variables hold a number, and names with commas.
-_INTEGERS = frozenset({*_COUNTS, "tcp_streams"})
-_LISTS = frozenset({"transports"})
-
-#: For each field that isn't kept just as it is given: what reads it. Raises TypeError, ValueError.
-_READ: Mapping[str, Callable[[str, Any], Any]] = MappingProxyType(
-    {
-        "transports": _names,
-        "data_ports": _ports,
-        "tcp_streams": lambda _, value: checked_streams(value),
-        **dict.fromkeys(_DURATIONS, _duration),
-        **dict.fromkeys(_BYTES, _size),
-        **dict.fromkeys(_COUNTS, _integer),
-    }
-)
