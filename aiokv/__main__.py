@@ -16,6 +16,8 @@ _COMMANDS = MappingProxyType(
     {
         "bench": ("aiokv.bench.__main__", "measure aiokv beside what it is compared with"),
         "doctor": ("aiokv.doctor.command", "what this machine can do, and how to mend what it can't"),
+        "keygen": ("aiokv.control.keygen", "a pair of keys, so that engines talk to those they know only"),
+        "trace": ("aiokv.tracing", "put traces of several processes into one file"),
     }
 )
 

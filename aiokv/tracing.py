@@ -15,6 +15,7 @@ each host by its own, and what those differ by, as much as milliseconds under NT
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import os
 import platform
@@ -30,7 +31,7 @@ from aiokv.proto.messages import Role
 from aiokv.proto.parts import State
 from aiokv.proto.transfers import Part, Transfer
 
-__all__ = ["Recorder", "merge"]
+__all__ = ["Recorder", "main", "merge"]
 
 #: What the time in each state is called.
 _NAMES = {
@@ -292,6 +293,22 @@ def merge(paths: Iterable[str | os.PathLike[str]], into: str | os.PathLike[str])
         events.extend(found.traceEvents)
         processes += max(numbers, default=0)
     _write(into, events, clocks, dropped)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: ``python -m aiokv trace a.json b.json --into both.json``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m aiokv trace",
+        description="Put traces of several processes into one file, for https://ui.perfetto.dev.",
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="what a recorder wrote")
+    parser.add_argument("--into", required=True, metavar="FILE", help="the file to write")
+    given = parser.parse_args(arguments)
+    try:
+        merge(given.files, given.into)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return 0
 
 
 def _read(path: str | os.PathLike[str]) -> _File:

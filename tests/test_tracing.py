@@ -14,7 +14,7 @@ import pytest
 import aiokv
 from aiokv.control.memory import MemoryNetwork
 from aiokv.testing.pairs import LAYOUT
-from aiokv.tracing import Recorder, merge
+from aiokv.tracing import Recorder, main, merge
 from aiokv.transports.memory import MemoryHub, MemoryTransport
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -164,6 +164,17 @@ def test_what_is_no_trace_is_refused_by_its_name(tmp_path: Path) -> None:
     path.write_text('{"traceEvents": []}')
     with pytest.raises(ValueError, match=r"other\.json is no trace"):
         merge([path], tmp_path / "both.json")
+
+
+def test_at_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Recorder("a").write(tmp_path / "a.json")
+    Recorder("b").write(tmp_path / "b.json")
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    assert main([*files, "--into", str(tmp_path / "both.json")]) == 0
+    assert events_of(tmp_path / "both.json") == []
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none.json"), "--into", str(tmp_path / "both.json")])
+    assert "none.json" in capsys.readouterr().err
 
 
 @pytest.mark.asyncio

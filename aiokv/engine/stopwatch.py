@@ -6,17 +6,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 from aiokv.engine.histogram import Histogram, Times
+from aiokv.proto.messages import Role
 from aiokv.proto.parts import State
 from aiokv.proto.transfers import Part, Transfer
 
 __all__ = ["Stopwatch", "Trace", "Track"]
 
-#: States that a part leaves, by the role of this side.
-_TIMED = tuple(
-    (role, state)
-    for role in ("producer", "consumer")
-    for state in (State.OFFERED, State.GRANTED, State.MOVING, State.DRAINING)
-)
+_ROLES: tuple[Role, ...] = ("producer", "consumer")
+#: States that a part leaves.
+_TIMED = (State.OFFERED, State.GRANTED, State.MOVING, State.DRAINING)
 
 
 class Track(Protocol):
@@ -63,16 +61,18 @@ class Stopwatch:
     def __init__(self, clock: Callable[[], int], track: Track | None) -> None:
         self._clock = clock
         self._track = track
-        self._times = {key: Histogram() for key in _TIMED}
+        self._times = {role: {state: Histogram() for state in _TIMED} for role in _ROLES}
         #: When each part that has not ended entered its state (ns).
         self._since: dict[Part, int] = {}
 
     def stepped(self, part: Part, before: State | None) -> None:
         """A part entered the state that it is in; ``before`` is None where it is new."""
-        now = self._clock()
+        now, life = self._clock(), part.life
         if before is not None:
-            self._times[part.role, before].add(now - self._since.pop(part))
-        if not part.ended:
+            self._times[part.role][before].add(now - self._since[part])
+        if life.state is life.outcome:  # it ended
+            del self._since[part]
+        else:
             self._since[part] = now
         if self._track is not None:
             self._track.stepped(part, before, now)
@@ -89,4 +89,8 @@ class Stopwatch:
 
     def snapshot(self) -> dict[tuple[str, str], Times]:
         """Times by role and state. May be called from any thread."""
-        return {(role, state.value): times.snapshot() for (role, state), times in self._times.items()}
+        return {
+            (role, state.value): times.snapshot()
+            for role, states in self._times.items()
+            for state, times in states.items()
+        }
