@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import signal
 import sys
@@ -62,7 +63,9 @@ def requests(model: Model, block_size: int) -> dict[str, list[int]]:
 
 
 @asynccontextmanager
-async def children(*arguments: str, trace: Path | None = None) -> AsyncIterator[list[asyncio.subprocess.Process]]:
+async def children(
+    *arguments: str, trace: Path | None = None
+) -> AsyncIterator[list[asyncio.subprocess.Process]]:
     """The processes of the pair, prefill first. They end when this context, or this process, does."""
     traced = {script: [f"--trace={side(trace, script)}"] if trace else [] for script in SCRIPTS}
     starting = [asyncio.ensure_future(started(script, *arguments, *traced[script])) for script in SCRIPTS]
@@ -189,6 +192,7 @@ async def main(options: argparse.Namespace) -> int:
     passed_on = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     async with children(*passed_on, trace=options.trace) as processes:
         model = await asyncio.to_thread(load, options.model)
+        gc.freeze()  # what stays till the end; looking through it then would take a second or two
         prompts = requests(model, options.block_size)
         prefill, decode = [
             await reachable(process, script) for process, script in zip(processes, SCRIPTS, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -113,6 +114,7 @@ def start(main: Main, options: argparse.Namespace) -> int:
     """Load the model, allocate the cache, and run ``main``; gives the exit status."""
     try:
         model = load(options.model)
+        gc.freeze()  # what stays till the end; looking through it then would take a second or two
         # Before there is a loop, since making memory blocks; closed after the engine that uses it.
         with aiokv.KVCache.allocate(model.layout(options.blocks, options.block_size)) as cache:
             recorder = Recorder(Path(sys.argv[0]).stem) if options.trace else None
