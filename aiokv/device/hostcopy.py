@@ -71,11 +71,10 @@ def _strided(copy: Copy, src: memoryview, dst: memoryview) -> tuple[NDArray[np.v
     """Both buffers as arrays whose first index is a byte offset, and whose element is a run."""
     section = copy.section
     run = np.dtype((np.void, section.run))
-    last_src, last_dst = int(section.src.max()), int(section.dst.max())
     source: NDArray[np.void] = np.ndarray(
-        (last_src + 1, *section.shape), run, src, copy.src_base, (1, *section.src_strides)
+        (section.last_src + 1, *section.shape), run, src, copy.src_base, (1, *section.src_strides)
     )
     target: NDArray[np.void] = np.ndarray(
-        (last_dst + 1, *section.shape), run, dst, copy.dst_base, (1, *section.dst_strides)
+        (section.last_dst + 1, *section.shape), run, dst, copy.dst_base, (1, *section.dst_strides)
     )
     return source, target

@@ -83,8 +83,9 @@ def block_lists(blocks: BlockIds, layout: CacheLayout) -> tuple[GroupBlocks, ...
         raise InvalidBlocks(f"blocks has lists for {len(lists)} groups, the cache has {groups}")
     found = []
     for entry, group in zip(lists, layout.groups, strict=True):
-        start, ids = (entry.start, entry.ids) if isinstance(entry, Window) else (0, entry)
-        start = whole(start, "Window.start")
+        start, ids = 0, entry
+        if isinstance(entry, Window):
+            start, ids = whole(entry.start, "Window.start"), entry.ids
         if start % group.block_size:
             raise InvalidBlocks(f"Window.start={start} is no multiple of the block size {group.block_size}")
         try:
@@ -103,6 +104,8 @@ def block_lists(blocks: BlockIds, layout: CacheLayout) -> tuple[GroupBlocks, ...
 
 def _listed(entry: object) -> bool:
     """Whether it is a list, or an array or tensor that is more than a number."""
+    if isinstance(entry, list | int):  # nearly always
+        return isinstance(entry, list)
     listed = isinstance(entry, Sequence) and not isinstance(entry, str | bytes | bytearray)
     dimensions: int = getattr(entry, "ndim", int(listed))
     return dimensions > 0
@@ -221,6 +224,8 @@ def checked_addresses(given: Collection[str], what: str) -> list[str]:
     """
     if isinstance(given, str):  # a sequence, too, but of characters
         raise TypeError(f"{what} is a list of addresses, not the one address {given!r}")
+    if given == ():  # nearly always
+        return []
     if not isinstance(given, Collection) or isinstance(given, Mapping | bytes | bytearray):
         raise TypeError(f"{what} is a list of addresses, not {given!r}")
     for address in given:
@@ -265,7 +270,7 @@ def seconds(deadline: float) -> int:
         ValueError: It is not after now, or more than a day away.
     """
     given: object = deadline
-    if not isinstance(given, Real):
+    if not isinstance(given, float | int | Real):
         raise TypeError(f"deadline is a number of seconds, not {deadline!r}")
     if not 0 < deadline < _DAY:
         raise ValueError(f"deadline lies between 0 s and a day, not at {deadline!r} s")

@@ -264,14 +264,18 @@ class Core:
         if self._closed:
             return
         self._turns += 1
+        actions = self.table.actions
         try:
-            self._act()
+            if actions:
+                self._act()
             if self.mover.submit():
                 self.wake()
-            self._act()
+            if actions:
+                self._act()
             self.table.producer.flush()
             self.peers.flush()
-            self._act()
+            if actions:
+                self._act()
         finally:  # whatever happens: deadlines hold
             times = (self.table.next_timer(), self.peers.next_timer())
             self._alarm.set(min((each for each in times if each is not None), default=None))

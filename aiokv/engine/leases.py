@@ -92,7 +92,7 @@ class BlockLeases:
         # Of a block that stands there twice, only the last place is kept.
         places, order = self._places[group], np.arange(ids.size)
         places[ids] = order
-        if not np.array_equal(places[ids], order):
+        if (places[ids] != order).any():
             values, times = np.unique(ids, return_counts=True)
             raise InvalidBlocks(f"group {group}: block {int(values[times > 1][0])} stands twice in one list")
         held = counts[ids]

@@ -247,9 +247,10 @@ def _plan_group(
     index: int, src: Side, dst: Side, first_token: int, tokens: int, heads: tuple[int, int]
 ) -> _GroupPlan:
     a, b = End(src, index, heads, "source"), End(dst, index, heads, "destination")
-    for name in ("layers", "kind", "window", "halves", "head_bytes", "total_heads"):
-        if getattr(a.group, name) != getattr(b.group, name):
-            raise LayoutMismatch(f"group {index}: {name} differ between source and destination")
+    if a.group != b.group:
+        for name in ("layers", "kind", "window", "halves", "head_bytes", "total_heads"):
+            if getattr(a.group, name) != getattr(b.group, name):
+                raise LayoutMismatch(f"group {index}: {name} differ between source and destination")
     lo, hi = max(first_token, a.blocks.start, b.blocks.start), tokens
     if first_token >= hi or heads[0] >= heads[1]:
         return _GroupPlan((), a.place, b.place, 0)

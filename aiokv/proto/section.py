@@ -43,14 +43,24 @@ class Section:
         return prod(self.shape) * self.run
 
     @cached_property
-    def src_reach(self) -> int:
-        """Bytes from the base to the end of the farthest piece at the source."""
-        return int(self.src.max()) + self._span(self.src_strides) + self.run
+    def last_src(self) -> int:
+        """The highest offset of a piece at the source."""
+        return int(self.src.max())
 
     @cached_property
+    def last_dst(self) -> int:
+        """The highest offset of a piece at the destination."""
+        return int(self.dst.max())
+
+    @property
+    def src_reach(self) -> int:
+        """Bytes from the base to the end of the farthest piece at the source."""
+        return self.last_src + self._span(self.src_strides) + self.run
+
+    @property
     def dst_reach(self) -> int:
         """Bytes from the base to the end of the farthest piece at the destination."""
-        return int(self.dst.max()) + self._span(self.dst_strides) + self.run
+        return self.last_dst + self._span(self.dst_strides) + self.run
 
     @cached_property
     def firsts(self) -> Offsets | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -34,6 +35,9 @@ from aiokv.proto.messages import (
 from aiokv.proto.settings import Settings
 
 __all__ = ["Identity", "Phase", "Session"]
+
+#: Messages that sessions keep to themselves, or don't take.
+_OWN = frozenset({Ping, Pong, Bye, Hello, Reset})
 
 #: Body bytes of a frame at most; the header takes less than what is left of MAX_FRAME.
 _BODY_LIMIT = 900_000
@@ -240,19 +244,20 @@ class Session:
         self._suspected = 0
         if frame.yours:
             self.acked = max(self.acked, min(frame.ack, self.next_send))
-        kept: list[Message] = []
-        for message in messages:
-            if isinstance(message, Ping):
+        return [message for message in messages if type(message) not in _OWN or self._own(message, now)]
+
+    def _own(self, message: Message, now: int) -> Literal[False]:
+        """Take a message of the session's own, which is nobody else's business."""
+        match message:
+            case Ping():
                 self.send(Pong(self.extend_lease(now)))
-            elif isinstance(message, Pong):
+            case Pong():
                 self.hold_lease(message.lease, now)
-            elif isinstance(message, Bye):
+            case Bye():
                 self.farewell = True
-            elif isinstance(message, Hello | Reset):
+            case _:
                 raise RemoteProtocolError(f"{type(message).__name__} in mid-stream from {self.address}")
-            else:
-                kept.append(message)
-        return kept
+        return False
 
     # -- leases of one-sided reads
 

@@ -179,8 +179,10 @@ class Table:
 
     def next_timer(self) -> int | None:
         """When ``handle_timer`` wants to be called (ns), or None if nothing is pending."""
-        timers = (self.ledger.next_timer(), self.waiting.next_timer())
-        return min((when for when in timers if when is not None), default=None)
+        parts, parked = self.ledger.next_timer(), self.waiting.next_timer()
+        if parts is None or parked is None:
+            return parked if parts is None else parts
+        return min(parts, parked)
 
     def handle_timer(self, now: int) -> None:
         """Let time pass."""
