@@ -11,6 +11,8 @@ from typing import Any
 import zmq
 from aiozmq import ZmqProtocol
 
+from aiokv.control.base import MAX_FRAME
+
 __all__ = ["ENDPOINT", "Gate", "secure_client", "secure_server"]
 
 _log = logging.getLogger("aiokv")
@@ -21,6 +23,8 @@ _VERSION = b"1.0"
 #: Milliseconds until who connects must have shown a key that is let in.
 _HANDSHAKE = 2000
 _MOST_TOLD = 1024
+#: Bytes that CURVE adds to a message, which libzmq counts in.
+_SEALED = 33
 
 
 class Gate(ZmqProtocol):  # type: ignore[misc]
@@ -64,6 +68,7 @@ def secure_server(sock: zmq.Socket[bytes], secret: str) -> None:
     sock.setsockopt(zmq.ZAP_DOMAIN, b"aiokv")
     sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE)
+    sock.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME + _SEALED)
 
 
 def secure_client(sock: zmq.Socket[bytes], public: str, secret: str, server: str) -> None:
