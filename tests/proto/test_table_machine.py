@@ -203,25 +203,22 @@ class AnyTransfers(RuleBasedStateMachine):
 
     @invariant()
     def nobody_reads_what_is_the_producers_again(self) -> None:
-        for _, offer in getattr(self, "offers", []):
+        for producer, offer in getattr(self, "offers", []):
             for part in offer.parts:
                 if not part.ended or part in self.checked or not part.one_sided or part.session is None:
                     continue
                 self.checked.add(part)
                 for reader, fetch in self.fetches:
-                    if reader.address != part.session.address or fetch.key != offer.key:
+                    if reader.me.incarnation != part.session.incarnation or fetch.key != offer.key:
                         continue
                     for theirs in fetch.parts:
-                        if theirs.session is None or theirs.session.address != self.address_of(offer):
+                        if theirs.session is None or theirs.session.incarnation != producer.me.incarnation:
                             continue
                         # What it reads once it has given up is harmless: nobody will look at it.
                         reads = theirs in reader.busy and theirs.state is State.MOVING
                         assert not reads or self.net.now > theirs.session.lease_held
                         if part.state is State.LANDED:
                             assert theirs.state is State.LANDED
-
-    def address_of(self, offer: Offering) -> str:
-        return next(member.address for member, each in self.offers if each is offer)
 
     def teardown(self) -> None:
         if not hasattr(self, "net"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 
@@ -16,6 +17,8 @@ __all__ = ["Faults"]
 _EVERY_S = 2.5
 #: How long something is stopped, stalled or away at most (s): longer than silence is forgiven.
 _MOST_S = 3.5
+#: Between two looks at whether a worker has stopped itself.
+_LOOK_S = 0.01
 
 
 class Faults:
@@ -36,6 +39,7 @@ class Faults:
         self._kinds: dict[str, tuple[int, Callable[[Slot], Coroutine[None, None, None]]]] = {
             "killed": (3, self._kill),
             "stopped": (3, self._stop),
+            "stopped in a copy": (5, self._trip),
             "control cut": (2, self._cut_control),
             "data cut": (3, self._cut_data),
             "control stalled": (1, self._stall_control),
@@ -73,6 +77,20 @@ class Faults:
             await asyncio.sleep(self._while())
         finally:
             slot.go_on()
+
+    async def _trip(self, slot: Slot) -> None:
+        """In the middle of a transfer, and often for longer than anybody waits for it."""
+        slot.trip(self._chance.randrange(1, 12))
+        until = time.monotonic() + _MOST_S
+        while not slot.tripped() and time.monotonic() < until:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(_LOOK_S)
+        slot.trip(0)
+        if slot.tripped():
+            slot.stop()
+            try:
+                await asyncio.sleep(_MOST_S * self._chance.random())
+            finally:
+                slot.go_on()
 
     async def _cut_control(self, slot: Slot) -> None:
         slot.control.cut(self._chance)

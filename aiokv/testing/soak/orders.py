@@ -21,6 +21,7 @@ __all__ = [
     "Reopen",
     "Report",
     "Start",
+    "Trip",
     "decode_order",
     "decode_report",
     "encode",
@@ -72,6 +73,12 @@ class Probe(msgspec.Struct, tag=True):
     """Say how you are."""
 
 
+class Trip(msgspec.Struct, tag=True):
+    """Stop yourself (SIGSTOP) just before so many more copies, or sends, were submitted."""
+
+    after: int
+
+
 class Explain(msgspec.Struct, tag=True):
     """Say what each transfer waits for."""
 
@@ -80,7 +87,7 @@ class Finish(msgspec.Struct, tag=True):
     """Close everything, say what is left, and end."""
 
 
-Order = Start | Move | Reopen | Probe | Explain | Finish
+Order = Start | Move | Reopen | Probe | Trip | Explain | Finish
 
 # -- to the parent
 

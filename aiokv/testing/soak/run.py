@@ -22,6 +22,8 @@ __all__ = ["Soak", "run"]
 _AT_ONCE, _EVERY_S = 6, 0.08
 #: Seconds between two looks at whether something hangs, and at how workers are.
 _LOOK_S, _PROBE_S = 0.5, 2.0
+#: Within this time who stopped itself is met (s).
+_TRIPPED_S = 0.3
 #: Until everything that goes on has ended, after the last order (s).
 _END_S = 60.0
 #: What workers get to say what goes on where something is wrong (s).
@@ -57,6 +59,8 @@ class Soak:
         self._tell = tell
         self._begun = time.monotonic()
         self._number = 0
+        #: Since when workers that nobody stopped have been standing still.
+        self._patience: dict[Slot, float] = {}
 
     async def run(self, seconds: float, every_s: float = 60.0) -> list[str]:
         """Play for so long, let everything end, and look what is left; gives what is wrong."""
@@ -139,6 +143,11 @@ class Soak:
         now = time.monotonic()
         for slot in self.slots:
             self.judge.wrong += slot.late(now)
+            if slot.tripped() and now > self._patience.setdefault(slot, now) + _TRIPPED_S:
+                slot.stop()  # it stopped itself when nobody looked any more
+                slot.go_on()
+            elif not slot.tripped():
+                self._patience.pop(slot, None)
 
     async def _show(self, every_s: float) -> None:
         while True:

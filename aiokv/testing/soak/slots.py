@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -27,6 +28,7 @@ from aiokv.testing.soak.orders import (
     Promised,
     Reopen,
     Start,
+    Trip,
     decode_report,
     encode,
 )
@@ -145,9 +147,24 @@ class Slot:
 
     def stop(self) -> None:
         """SIGSTOP."""
-        os.kill(self._pid, signal.SIGSTOP)
-        self._stopped_at = time.monotonic()
-        self.up = False
+        if self._pid:
+            os.kill(self._pid, signal.SIGSTOP)
+            self._stopped_at = time.monotonic()
+            self.up = False
+
+    def trip(self, after: int) -> None:
+        """Let the worker stop itself just before so many more copies; ``tripped`` tells when."""
+        self._tell(Trip(after))
+
+    def tripped(self) -> bool:
+        """Whether the worker has stopped itself; ``stop`` takes note of it."""
+        if not self._pid or self.stopped:
+            return False
+        try:
+            stat = Path(f"/proc/{self._pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
 
     def go_on(self) -> None:
         """SIGCONT. Time in which it was stopped is held against nobody here."""
@@ -179,8 +196,8 @@ class Slot:
         self._tell(order)
 
     def _tell(self, order: Order) -> None:
-        assert self._writer is not None
-        self._writer.write(encode(order))
+        if self._writer is not None:
+            self._writer.write(encode(order))
 
     def late(self, now: float) -> list[str]:
         """What should be over and isn't, in words."""

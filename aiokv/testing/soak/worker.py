@@ -8,10 +8,11 @@ import hashlib
 import io
 import os
 import random
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,14 @@ import uvloop
 from numpy.typing import NDArray
 
 from aiokv.control.zmq import ZmqChannel
+from aiokv.device.base import Buffer, Event
 from aiokv.device.cache import KVCache
 from aiokv.engine.engine import TransferEngine
+from aiokv.engine.movement import Movement
 from aiokv.engine.transfer import Fetch, Offer
 from aiokv.errors import AiokvError
 from aiokv.proto.layout import CacheLayout
+from aiokv.proto.plan import Chunk
 from aiokv.proto.settings import SECOND, Settings
 from aiokv.testing.soak.orders import (
     Changed,
@@ -42,6 +46,7 @@ from aiokv.testing.soak.orders import (
     Reopen,
     Report,
     Start,
+    Trip,
     decode_order,
     encode,
 )
@@ -142,6 +147,16 @@ class _Worker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._handles: dict[asyncio.Task[None], Offer | Fetch] = {}
         self._before = _held(None)
+        #: Copies to go until this process stops itself; 0: it doesn't.
+        self._trips = 0
+        submit = Movement.submit
+
+        def submit_or_stop(movement: Movement, chunk: Chunk, buffers: Sequence[Buffer]) -> Event:
+            self._trip()
+            return submit(movement, chunk, buffers)
+
+        # Behind the last look at lease and link, which is the worst moment there is.
+        Movement.submit = submit_or_stop  # type: ignore[method-assign, assignment]
 
     async def open(self) -> None:
         """Open an engine, and say where it is."""
@@ -170,10 +185,18 @@ class _Worker:
                 await self.open()
             case Probe():
                 self._say(_held(self._engine))
+            case Trip():
+                self._trips = order.after
             case Explain():
                 self._say(Explained(self._explain()))
             case _:
                 pass
+
+    def _trip(self) -> None:
+        if self._trips:
+            self._trips -= 1
+            if not self._trips:
+                os.kill(os.getpid(), signal.SIGSTOP)
 
     def _over(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
