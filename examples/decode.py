@@ -6,8 +6,11 @@ It can be started alone, by hand, and then answers the prompts given, or the lin
 
 With the prefill process on another host, both need --bind with an address that the other can reach:
 
-    python examples/prefill.py --listen HOST:7001 --bind tcp://HOST:7002
-    python examples/decode.py --bind tcp://OTHER:0 --prefill HOST:7001
+    python examples/prefill.py --keys DIR --listen HOST:7001 --bind tcp://HOST:7002
+    python examples/decode.py --keys DIR --bind tcp://OTHER:0 --prefill HOST:7001
+
+DIR is made by `python -m aiokv keygen DIR` on each host, and DIR/allowed holds both hosts' DIR/aiokv.pub; or
+say --insecure in place of it, on a network where everybody is trusted.
 
 Or it serves requests that say where each is to be prefilled, as a router would:
 

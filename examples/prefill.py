@@ -7,8 +7,11 @@ It can be started alone, by hand, and prints where it listens:
 For a decode process on another host, name an address of this host twice: --listen for the prompts, and
 --bind for the transfers, which need a way back; so decode.py needs its own --bind, too:
 
-    python examples/prefill.py --listen HOST:7001 --bind tcp://HOST:7002
-    python examples/decode.py --bind tcp://OTHER:0 --prefill HOST:7001
+    python examples/prefill.py --keys DIR --listen HOST:7001 --bind tcp://HOST:7002
+    python examples/decode.py --keys DIR --bind tcp://OTHER:0 --prefill HOST:7001
+
+DIR is made by `python -m aiokv keygen DIR` on each host, and DIR/allowed holds both hosts' DIR/aiokv.pub; or
+say --insecure in place of it, on a network where everybody is trusted.
 """
 
 from __future__ import annotations

@@ -94,6 +94,17 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         "--advertise", help="tcp://host:port at which peers reach the engine (default: the address bound)"
     )
     parser.add_argument(
+        "--keys",
+        metavar="DIR",
+        help="folder of `python -m aiokv keygen`, with the peers' public keys in DIR/allowed; needed where "
+        "other hosts can connect (default: no keys)",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="let whoever is on the network connect, without keys (default: no)",
+    )
+    parser.add_argument(
         "--deadline",
         type=seconds,
         default=60.0,
@@ -120,7 +131,7 @@ def start(main: Main, options: argparse.Namespace) -> int:
             recorder = Recorder(Path(sys.argv[0]).stem) if options.trace else None
             try:
                 engine = _engine_for(cache, options, recorder)
-            except ValueError as error:  # an address that can't be meant
+            except (ValueError, OSError) as error:  # an address or keys that can't be meant
                 print(f"failed: {error}", file=sys.stderr)
                 return 2
             try:
@@ -137,7 +148,14 @@ def _engine_for(
 ) -> aiokv.TransferEngine:
     transports = (options.transport,) if options.transport else TRANSPORTS
     return aiokv.TransferEngine(
-        cache, bind=options.bind, advertise=options.advertise, transports=transports, trace=recorder
+        cache,
+        bind=options.bind,
+        advertise=options.advertise,
+        keys=aiokv.Keys.load(options.keys) if options.keys else None,
+        allow=aiokv.Keys.listed(options.keys) if options.keys else None,
+        insecure=options.insecure,
+        transports=transports,
+        trace=recorder,
     )
 
 

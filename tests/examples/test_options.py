@@ -65,5 +65,5 @@ def test_help_says_how_to_use_two_hosts(script: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         PARSED[script](["--help"])
     text = capsys.readouterr().out
-    assert "prefill.py --listen HOST:7001 --bind tcp://HOST:7002\n" in text
-    assert "decode.py --bind tcp://OTHER:0 --prefill HOST:7001\n" in text
+    assert "prefill.py --keys DIR --listen HOST:7001 --bind tcp://HOST:7002\n" in text
+    assert "decode.py --keys DIR --bind tcp://OTHER:0 --prefill HOST:7001\n" in text
