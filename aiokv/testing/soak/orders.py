@@ -137,6 +137,7 @@ class Changed(msgspec.Struct, tag=True):
 class Health(msgspec.Struct, tag=True):
     """How a worker is."""
 
+    #: Bytes of memory of its own: what it maps of others comes and goes with its links.
     resident: int
     descriptors: int
     tasks: int

@@ -29,7 +29,7 @@ _END_S = 60.0
 #: What workers get to say what goes on where something is wrong (s).
 _EXPLAIN_S = 2.0
 #: What a steady worker may hold more in the last quarter of its life than in the second (bytes).
-_GROWTH = 16 << 20
+_GROWTH = 8 << 20
 #: Shorter lives say nothing of growth (s).
 _GROWS_AFTER_S = 120.0
 #: Descriptors of a worker with its engine open, beside those for each other worker.
