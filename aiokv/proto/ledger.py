@@ -100,7 +100,7 @@ class Ledger:
         """
         transfer = self.transfers.get((key, role))
         for part in transfer.parts if transfer is not None else ():
-            same = part.session is not None and part.session.incarnation == session.incarnation
+            same = part.session is not None and part.session.life == session.life
             if same and part.state is State.OFFERED:
                 return part
         return None
@@ -122,6 +122,15 @@ class Ledger:
     def parts_of(self, session: Session) -> list[Part]:
         """Parts that have not ended and go over this session."""
         return list(self._by_session.get(session, ()))
+
+    def hangs(self, session: Session, key: Key, role: Role, now: int) -> bool:
+        """Whether a part that is over went into quarantine, so that it may still touch the peer's blocks."""
+        transfer = self.transfers.get((key, role))
+        if transfer is None:
+            stone = self.tombstones.find(key, role, now)
+            return stone is not None and not stone.quiet
+        lives = [part.session.incarnation for part in transfer.parts if part.quarantined and part.session]
+        return session.incarnation in lives
 
     def shorten(self, part: Part, deadline: int) -> None:
         """The other side's deadline is known; the earlier one holds."""
@@ -210,7 +219,12 @@ class Ledger:
         transfer, session = part.transfer, part.session
         if session is not None:
             self._unbind(part, session)
-            if part.state is not State.LANDED:
+            if part.quarantined:
+                # ABORTED would say that nothing of it is in flight. Who reads our blocks, or lets us
+                # read its own, counts on its lease instead.
+                if not part.abort_known:
+                    session.send(Abort(*transfer.key, part.role, "failed", as_text(part.life.error)))
+            elif part.state is not State.LANDED:
                 session.send(Aborted(*transfer.key, part.role))
             elif part.role == "consumer" and part.link:
                 session.send(Landed(*transfer.key))
@@ -272,6 +286,7 @@ class Ledger:
         elif now >= part.drain_by:
             bound = self.settings.drain_ns / 1e9
             text = f"transfer {part.transfer}: blocks not quiet {bound:g} s after it ended; they stay leased"
+            part.quarantined = True
             part.life.outcome = State.FAILED
             part.life.error = part.transfer.error = DeviceError(text)
             self.act(ActionKind.QUARANTINE, part)
@@ -325,4 +340,5 @@ def _tombstone(transfer: Transfer) -> Tombstone:
             reason = "deadline"
         case _:
             reason = "failed"
-    return Tombstone(reason, f"ended: {transfer.said(transfer.error)}", deadline)
+    quiet = not any(part.quarantined for part in transfer.parts)
+    return Tombstone(reason, f"ended: {transfer.said(transfer.error)}", deadline, quiet)

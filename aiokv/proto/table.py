@@ -141,7 +141,8 @@ class Table:
             offering = self.ledger.transfers.get((key, mine))
             if abort.reason == "layout" and isinstance(offering, Offering):
                 offering.refusal = f"{session.address} itself: {abort.text}"
-            session.send(Aborted(*key, mine))  # always answered, also for what isn't known
+            if not self.ledger.hangs(session, key, mine, now):
+                session.send(Aborted(*key, mine))  # also for what isn't known
             return
         if part.state is State.DRAINING:
             # Both gave up at once. ABORTED follows when this side is quiet: an ABORT says only that
@@ -154,7 +155,7 @@ class Table:
     def _unclaimed(self, session: Session, key: Key, mine: Role, now: int) -> Part | None:
         """The part of who gave up before it could say that it takes part: nobody else will come for it."""
         transfer = self.ledger.transfers.get((key, mine))
-        if transfer is None or transfer.has(session.incarnation):
+        if transfer is None or transfer.has(session.life):
             return None  # it had its part
         part = transfer.unclaimed
         if part is not None:

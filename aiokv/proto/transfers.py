@@ -51,11 +51,9 @@ class Transfer:
         """A part for whoever comes next; None where each has its peer, or has ended."""
         return next((part for part in self.parts if part.session is None and not part.ended), None)
 
-    def has(self, incarnation: bytes) -> bool:
+    def has(self, life: bytes) -> bool:
         """Whether that life of a peer has, or had, a part."""
-        return any(
-            part.session is not None and part.session.incarnation == incarnation for part in self.parts
-        )
+        return any(part.session is not None and part.session.life == life for part in self.parts)
 
     @property
     def unsure(self) -> bool:
@@ -133,6 +131,8 @@ class Part:
     landed: int = 0
     #: The other side was told that we give up, or told us.
     abort_known: bool = False
+    #: It ended without being quiet.
+    quarantined: bool = False
     #: W3C trace context that came from the other side, or empty.
     peer_trace: str = ""
 

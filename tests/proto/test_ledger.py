@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aiokv.errors import BusyError, DeadlineExceeded, DeviceError, PeerLostError, Refused, TransferAborted
-from aiokv.proto.messages import Abort, Aborted
+from aiokv.proto.messages import Abort, Aborted, Message
 from aiokv.proto.parts import Event, State
 from aiokv.proto.settings import SECOND, Settings
 from aiokv.proto.transfers import ActionKind, Part
@@ -205,6 +205,48 @@ def test_what_is_not_quiet_within_the_bound_is_kept_for_ever(net: Net, a: Member
     assert b.kinds[-3:] == [ActionKind.QUARANTINE, ActionKind.ENDED, ActionKind.RESOLVED]
     b.rest(part)  # far too late
     assert part.state is State.FAILED
+
+
+def test_a_copy_that_hangs_is_never_said_to_be_aborted(
+    net: Net, a: Member, b: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered, part = moving(net, a, b)
+    b.busy.add(part)
+    said: list[Message] = []
+    session = b.session(a)
+    send = session.send
+    monkeypatch.setattr(session, "send", lambda message: (said.append(message), send(message)))
+    net.hold(a)  # the producer is stopped
+    b.abort(part.transfer, TransferAborted("enough"))
+    net.wait(0)
+    net.wait(SETTINGS.drain_ns)
+    assert part.state is State.FAILED
+    a.abort(offered.transfer, TransferAborted("so did we"))
+    net.release()
+    net.run()
+    assert [message for message in said if isinstance(message, Abort)]
+    assert not [message for message in said if isinstance(message, Aborted)]
+    # The end of the lease is what the producer goes by.
+    net.wait(0)
+    net.wait(SETTINGS.lease_ns)
+    assert offered.ended
+    assert a.kinds.count(ActionKind.QUARANTINE) == 0
+
+
+def test_a_copy_that_landed_and_hangs_is_told_as_given_up(
+    net: Net, a: Member, b: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered, part = moving(net, a, b)
+    b.busy.add(part)
+    b.table.ledger.settle(part, Event.DONE)
+    net.wait(0)
+    net.wait(SETTINGS.drain_ns)
+    assert part.state is State.FAILED
+    net.run()
+    net.wait(0)
+    net.wait(SETTINGS.lease_ns)
+    assert offered.state is State.ABORTED
+    assert "blocks not quiet" in str(offered.transfer.error)
 
 
 def test_the_bound_counts_from_when_a_timer_first_sees_it(net: Net, a: Member, b: Member) -> None:
