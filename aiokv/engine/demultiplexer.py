@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 
 from aiokv.control.address import key_of
-from aiokv.engine.peer import Peer, Peers, life_of
+from aiokv.engine.peer import Peer, Peers
 from aiokv.errors import CapacityError, ClosedError, PeerLostError, Refused, RemoteProtocolError
 from aiokv.proto.messages import Frame, Hello, Message, Reset, as_text, decode_frame, decode_messages
-from aiokv.proto.session import Identity, Phase, Session
+from aiokv.proto.session import Identity, Phase, Session, life_of
 
 __all__ = ["Demultiplexer"]
 
@@ -212,7 +212,10 @@ class Demultiplexer:
             return
         text = f"{session.address} reset the session ({reset.reason}): {reset.text}"
         kind = Refused if reset.reason == "version" else PeerLostError
+        others = self._peers.sessions_with(session.life)
         self._peers.end(session, kind(text))
+        for other in others.values():
+            other.ask()  # it may be over there, too, and the next transfer would be lost to find out
 
     # -- what means nothing here
 

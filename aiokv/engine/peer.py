@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from aiokv.control.address import key_of
 from aiokv.control.base import Channel, Port
 from aiokv.engine.linking import open_link
 from aiokv.errors import AiokvError, CapacityError, ClosedError, PeerLostError
@@ -24,20 +23,12 @@ from aiokv.proto.session import Identity, Phase, Session
 from aiokv.proto.settings import Settings
 from aiokv.transports.base import Link, PeerInfo, Transport
 
-__all__ = ["Peer", "Peers", "life_of"]
+__all__ = ["Peer", "Peers"]
 
 _log = logging.getLogger("aiokv")
 
 #: Sessions with one life of a peer that are remembered as over while others with it go on.
 _MOST_OVER = 64
-
-
-def life_of(incarnation: bytes, address: str) -> bytes:
-    """What tells lives of engines apart: the incarnation that one says, and the key that it proves.
-
-    Incarnations are told to every peer, so that another one with a key could claim it.
-    """
-    return incarnation + key_of(address).encode()
 
 
 class Peer:
@@ -126,7 +117,7 @@ class Peers:
         peer = self.at(address)
         if peer.session is not None:
             return peer.session
-        for other in self.sessions:
+        for other in reversed(self.sessions):  # the latest is the least likely to be over at the other end
             if other.hello is not None and other.hello.address == address:
                 return other  # whoever lives there began one
         return self.begin(peer)
@@ -223,8 +214,7 @@ class Peers:
 
     def note_up(self, session: Session, address: str) -> None:
         """A session is up, with an engine that calls itself by this address."""
-        life = life_of(session.incarnation, session.address)
-        self._up_with.setdefault(life, {})[session.theirs] = session
+        self._up_with.setdefault(session.life, {})[session.theirs] = session
         self._peers.setdefault(address, self._sessions[session.mine])
 
     # -- what is sent
@@ -287,7 +277,7 @@ class Peers:
     def finish(self, session: Session, error: AiokvError, *, certain: bool = False) -> None:
         """A session has ended, by itself or by ``end``: its parts fail, its link closes."""
         peer = self._sessions.pop(session.mine, None)
-        life = life_of(session.incarnation, session.address)
+        life = session.life
         others = self._up_with.get(life, {})
         if others.get(session.theirs) is session:
             del others[session.theirs]

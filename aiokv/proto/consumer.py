@@ -132,12 +132,14 @@ class Consumer:
         fetching = self._ledger.transfers.get((key, "consumer"))
         if fetching is None:
             stone = self._ledger.tombstones.find(key, "consumer", now)
+            if stone is not None and stone.reason == "ended" and session.life in stone.lives:
+                return  # it hears of that over another session, where what was sent before may be late
             if stone is not None:
                 self._refuse(session, offer, stone.reason, f"the fetch {stone.text}")
             elif reason := self._waiting.park(session, offer, "producer", deadline):
                 self._refuse(session, offer, reason, "the offer may not wait here for its fetch")
             return
-        if fetching.has(session.incarnation):
+        if fetching.has(session.life):
             return  # this producer is asked anyway, maybe by another name
         part = fetching.unclaimed
         if part is None:

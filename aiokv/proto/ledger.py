@@ -129,8 +129,8 @@ class Ledger:
         if transfer is None:
             stone = self.tombstones.find(key, role, now)
             return stone is not None and not stone.quiet
-        lives = [part.session.incarnation for part in transfer.parts if part.quarantined and part.session]
-        return session.incarnation in lives
+        lives = [part.session.life for part in transfer.parts if part.quarantined and part.session]
+        return session.life in lives
 
     def shorten(self, part: Part, deadline: int) -> None:
         """The other side's deadline is known; the earlier one holds."""
@@ -330,15 +330,19 @@ def _nobody(part: Part, before: State | None) -> None:
 
 
 def _tombstone(transfer: Transfer) -> Tombstone:
-    deadline = max(part.deadline for part in transfer.parts)
     match transfer.error:
         case None:
-            return Tombstone("ended", "landed", deadline)
+            reason = "ended"
         case TransferAborted():
             reason = "aborted"
         case DeadlineExceeded():
             reason = "deadline"
         case _:
             reason = "failed"
-    quiet = not any(part.quarantined for part in transfer.parts)
-    return Tombstone(reason, f"ended: {transfer.said(transfer.error)}", deadline, quiet)
+    return Tombstone(
+        reason,
+        "landed" if transfer.error is None else f"ended: {transfer.said(transfer.error)}",
+        max(part.deadline for part in transfer.parts),
+        lives=frozenset(part.session.life for part in transfer.parts if part.session is not None),
+        quiet=not any(part.quarantined for part in transfer.parts),
+    )

@@ -189,7 +189,7 @@ class Producer:
         told = self._ledger.elsewhere(session, offering.key, "producer")
         if told is not None:
             return told
-        if offering.has(session.incarnation):
+        if offering.has(session.life):
             return "duplicate"
         return offering.unclaimed or "readers"
 

@@ -34,7 +34,7 @@ from aiokv.proto.messages import (
 )
 from aiokv.proto.settings import Settings
 
-__all__ = ["Identity", "Phase", "Session"]
+__all__ = ["Identity", "Phase", "Session", "life_of"]
 
 #: Messages that sessions keep to themselves, or don't take.
 _OWN = frozenset({Ping, Pong, Bye, Hello, Reset})
@@ -47,6 +47,14 @@ _GRACE_NS = 20_000_000
 
 #: What two processes' looks at one clock may differ by.
 _CLOCKS_NS = 1_000_000
+
+
+def life_of(incarnation: bytes, address: str) -> bytes:
+    """What tells lives of engines apart: the incarnation that one says, and the key that its address names.
+
+    Incarnations are told to every peer, so that another one with a key could claim it.
+    """
+    return incarnation + address.partition("#")[2].encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,11 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.mine}/{self.theirs} with {self.address} {self.phase.value} live={self.live}>"
+
+    @property
+    def life(self) -> bytes:
+        """Which life of which engine the peer is; see ``life_of``."""
+        return life_of(self.incarnation, self.address)
 
     # -- what is to be sent
 

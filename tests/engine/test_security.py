@@ -18,7 +18,17 @@ from aiokv.control.zmq import ZmqChannel
 from aiokv.device.cache import KVCache
 from aiokv.engine.access import checked_access
 from aiokv.errors import PeerLostError
-from aiokv.proto.messages import Abort, Bye, Frame, Hello, Message, Reset, encode_frame, encode_message
+from aiokv.proto.messages import (
+    Abort,
+    Bye,
+    Frame,
+    Grant,
+    Hello,
+    Message,
+    Reset,
+    encode_frame,
+    encode_message,
+)
 from aiokv.proto.placement import Placement
 from aiokv.proto.settings import SECOND, Settings
 from aiokv.testing.conformance.channelkit import Inbox
@@ -208,6 +218,34 @@ async def test_who_claims_an_incarnation_first_does_not_keep_its_owner_out() -> 
         await transfer(late, c, "there")
         await transfer(c, late, "back")
         check_idle(b, late)
+
+
+@pytest.mark.asyncio
+async def test_who_claims_an_incarnation_has_no_part_in_its_transfers() -> None:
+    async with Engines() as engines, intrusion(engines) as (b, c, intruder):
+        core = c._core
+        assert core is not None
+        (session,) = core.peers.sessions
+        async with c.offer("t", [1], to=[b.address]) as offer:
+            life = {"src": session.incarnation, "mine": 99}
+            intruder.say(hello_of(c, intruder.address), **life)
+            await intruder.inbox.until(1)  # it has a session now, in B's incarnation and under its own name
+            lies: tuple[Message, ...] = (
+                Abort("t", 0, "consumer", "aborted", ""),
+                Grant("t", 0, 10**6, "", b"", 0, -1, ((0, 4),)),
+            )
+            before = c.statistics().frames_received
+            for seq, message in enumerate(lies, 1):
+                intruder.say(message, **life, seq=seq)
+            async with asyncio.timeout(20):
+                while c.statistics().frames_received < before + len(lies):  # noqa: ASYNC110 (as above)
+                    await asyncio.sleep(0.001)
+            assert offer.error is None
+            assert offer.progress.parts == {"offered": 1}
+            for layer in range(LAYOUT.layers):
+                offer.layer_ready(layer)
+            async with b.fetch("t", [2]):
+                pass
 
 
 # -- what is refused before anything is bound -----------------------------------------------------
