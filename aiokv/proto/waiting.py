@@ -129,6 +129,8 @@ class Tombstone(NamedTuple):
     text: str
     #: When it would have been over at the latest (ns).
     deadline: int
+    #: The peers' lives that had a part.
+    lives: frozenset[bytes] = frozenset()
     #: Nothing can touch its blocks any more; not so where a part went into quarantine.
     quiet: bool = True
 
