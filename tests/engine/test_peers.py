@@ -509,6 +509,26 @@ async def test_two_names_may_be_used_at_once_whichever_greeting_comes_first(firs
 
 
 @virtual_time
+async def test_one_session_that_is_over_has_the_others_asked() -> None:
+    network = FaultyNetwork(seed=1)
+    for number in range(4):
+        network.alias(f"memory://a{number}", "memory://a")
+    async with Engines(network=network) as engines:
+        a, b = await engines.add("a"), await engines.add("b")
+        for number in range(4):
+            await transfer(a, b, f"t{number}", address=f"memory://a{number}")
+        assert b.statistics().sessions == 4
+        for session in list(a._core.peers.sessions):  # and b doesn't hear of it
+            a._core.peers.end(session, PeerLostError("forgotten"))
+        error = await failure(b.fetch("finds out", [1], sources=["memory://a0"]))
+        assert isinstance(error, PeerLostError)
+        await settle()
+        for number in range(4):
+            await transfer(a, b, f"again {number}", address=f"memory://a{number}")
+        check_idle(a, b)
+
+
+@virtual_time
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("source", ["memory://a", "memory://other-a"])
 @pytest.mark.parametrize("reader", ["memory://b", "memory://other-b"])

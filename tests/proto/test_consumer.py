@@ -367,6 +367,21 @@ def test_a_source_that_is_asked_anyway_may_name_us_too(net: Net, a: Member, b: M
     assert (offer.error, fetch.error) == (None, None)
 
 
+def test_an_offer_of_who_had_its_part_in_what_landed_is_not_refused(net: Net, a: Member, b: Member) -> None:
+    # It comes over another session of the same two, say, and is not told a second time how it ended.
+    a.offer("t")
+    fetch = b.fetch("t", sources=[a], first_token=8, tokens=8)
+    net.run()
+    assert fetch.resolved
+    assert fetch.error is None
+    answer(net, a, b, Offer("t", 0, 1_000_000))
+    assert not [message for message in b.sent if isinstance(message, Refuse)]
+    c = net.add("c")
+    answer(net, c, b, Offer("t", 0, 1_000_000))
+    (refusal,) = [message for message in b.sent if isinstance(message, Refuse)]
+    assert refusal.reason == "ended"
+
+
 def test_an_offer_that_is_withdrawn_waits_no_more(net: Net, a: Member, b: Member) -> None:
     offer = a.offer("t", to=[b])
     net.run()
