@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from aiokv.device.base import Buffer, Event, Stream
 from aiokv.device.hazards import Access
 from aiokv.device.mocked import MockedBuffer
-from aiokv.errors import ClosedError, DeviceError, PeerLostError
+from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import Link, PartId, PeerInfo
 from aiokv.transports.ends import LinkEnd
@@ -186,6 +186,8 @@ class _Receiver(LinkEnd):
         """Chunks of a part may come."""
         if self.lost:
             raise self.lost_error()
+        if part in self._expected or part in self._forgotten:
+            raise LocalProtocolError(f"part {part} was expected before")
         self._expected[part] = _Expected(plan, dst, landed, set())
         self._loop.call_soon(self._read)
 
