@@ -22,6 +22,7 @@ ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
 #: Milliseconds until who connects must have shown a key that is let in.
 _HANDSHAKE = 2000
+#: Keys whose refusal is logged; of others, which anybody can make up, only debugging tells.
 _MOST_TOLD = 1024
 #: Bytes that CURVE adds to a message, which libzmq counts in.
 _SEALED = 33
@@ -52,9 +53,10 @@ class Gate(ZmqProtocol):  # type: ignore[misc]
             answer = [b"200", b"", key.encode()]
         else:
             # Once for each key: it comes back, twice a second.
-            level = logging.DEBUG if key in self._told else logging.INFO
-            if len(self._told) < _MOST_TOLD:
+            level = logging.DEBUG
+            if key not in self._told and len(self._told) < _MOST_TOLD:
                 self._told.add(key)
+                level = logging.INFO
             _log.log(level, "connection from %s refused: key %s is not allowed", address.decode(), key)
             # Not "400", which would end its socket for good, so that it isn't let in even once it is listed.
             answer = [b"300", b"not allowed", b""]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -119,6 +120,17 @@ async def test_with_a_key_that_is_not_listed(caplog):
         b.open(at_a).send(b"x")
         assert await got.until(1) == [b"x"]
         assert caplog.text.count(STRANGER.public) == 1  # though it comes back again and again
+
+
+def test_who_makes_up_keys_fills_no_log(caplog, monkeypatch):
+    monkeypatch.setattr(zap, "_MOST_TOLD", 3)
+    gate, answers = zap.Gate(frozenset()), []
+    gate.connection_made(SimpleNamespace(write=answers.append))
+    for key in range(10):
+        asked = [b"asker", b"", b"1.0", b"1", b"aiokv", b"192.0.2.1", b"", b"CURVE", bytes([key]) * 32]
+        gate.msg_received(asked)
+    assert [answer[4] for answer in answers] == [b"300"] * 10
+    assert caplog.text.count("not allowed") == 3
 
 
 @pytest.mark.asyncio
