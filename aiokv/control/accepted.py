@@ -43,12 +43,15 @@ class Door:
     ) -> None:
         self._memory = memory
         self._tls = tls
+        self._keyed = tls is not None and tls.mutual
         self._allow = allow
         self._receive = receive
         self._members = members
         self._gone = gone
-        #: Certificate of who sent the frame that is being delivered; empty while none is.
+        #: Certificate of who sent the frame that is being delivered; empty while none is, and where addresses
+        #: name none.
         self.sender = ""
+        self._closed = False
         #: Who has not greeted yet, oldest first.
         self._strangers: dict[Accepted, None] = {}
 
@@ -57,9 +60,13 @@ class Door:
         tls = None if self._tls is None else self._tls.server_end()
         return Accepted(self, self._memory, tls, self._lost)
 
+    def close(self) -> None:
+        """Let nobody in any more, also not whom the loop has accepted and is about to announce."""
+        self._closed = True
+
     def met(self, connection: Accepted) -> None:
         """Somebody has connected."""
-        if len(self._members) >= MAX_MEMBERS:
+        if self._closed or len(self._members) >= MAX_MEMBERS:
             connection.abort()
         elif len(self._strangers) >= _MAX_STRANGERS:
             oldest = next(iter(self._strangers))
@@ -78,7 +85,7 @@ class Door:
 
     def deliver(self, connection: Accepted, frame: bytes) -> None:
         """Hand a frame on."""
-        self.sender = connection.peer
+        self.sender = connection.peer if self._keyed else ""
         try:
             self._receive(frame)
         except Exception as exc:  # noqa: BLE001 (the callback's, and none of the connection's business)

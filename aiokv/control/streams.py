@@ -38,7 +38,8 @@ class StreamChannel:
         bind: ``tls://host:port``, or ``stream://host:port`` without TLS; port 0 takes a free one.
         advertise: The address that peers are told, where it isn't the one bound; see ``ZmqChannel``.
         tls: The certificates, for ``tls://``.
-        allow: Fingerprints of the certificates that may connect; None: all that the authority vouches for.
+        allow: Fingerprints of the certificates that may connect and be connected to; None: all that the
+            authority vouches for.
         queue: Frames that may wait for one peer.
         queue_bytes: Their bytes, at most.
 
@@ -105,7 +106,8 @@ class StreamChannel:
         """A port to ``address``; it connects once there is something to send. See ``Channel.open``.
 
         Raises:
-            ValueError: It is malformed, not one to connect to, or doesn't say whose certificate is there.
+            ValueError: It is malformed, not one to connect to, doesn't say whose certificate is there, or
+            names one that isn't allowed here.
             CapacityError: There are too many ports.
             ClosedError: The channel is closed.
             LocalProtocolError: The channel was not started.
@@ -114,6 +116,8 @@ class StreamChannel:
         if self._keyed != bool(peer.key):
             wants = "names no certificate" if self._keyed else "names a certificate, and there are none here"
             raise ValueError(f"{address!r} {wants}")
+        if peer.key and self._allow is not None and peer.key not in self._allow:
+            raise ValueError(f"{address!r} names a certificate that is not allowed")
         if self._closed:
             raise ClosedError(f"{self._bind}: the channel is closed")
         if self._server is None:
@@ -132,6 +136,8 @@ class StreamChannel:
             if self._server is not None:
                 self._server.close()
                 self._server = None
+            if self._door is not None:
+                self._door.close()
             for member in list(self._members):
                 if isinstance(member, StreamPort):
                     member.close()

@@ -49,8 +49,7 @@ class Tls:
             key: Its private key, not encrypted.
             ca: Certificates of the authorities that vouch for peers.
             check_hostname: Whether a peer's certificate must also name the host that was connected to. An
-            address
-                names the certificate itself, so that those without host names are safe, too.
+                address names the certificate itself, so that those without host names are safe, too.
 
         Raises:
             OSError: A file can't be read, or isn't what it should be (``ssl.SSLError``).

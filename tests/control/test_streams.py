@@ -507,6 +507,26 @@ async def test_closing_while_it_connects_leaves_nothing(turns):
 
 
 @pytest.mark.asyncio
+async def test_whom_the_loop_had_accepted_when_the_channel_closed_is_let_in_no_more():
+    loop, channel, inbox = asyncio.get_running_loop(), StreamChannel(HERE), Inbox()
+    await channel.start(inbox)
+    door = channel._door
+    await channel.aclose()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as peer,
+    ):
+        peer.sendall(GREETING + pack(b"late"))
+        peer.setblocking(False)
+        await loop.connect_accepted_socket(door.accept, server.accept()[0])  # as it does in such a case
+        with contextlib.suppress(ConnectionError):
+            while await loop.sock_recv(peer, 100):
+                pass
+        await until(lambda: not channel._members)
+        assert inbox.frames == []
+
+
+@pytest.mark.asyncio
 async def test_a_start_cancelled_at_the_lookup_leaves_nothing():
     for turns in range(5):
         channel = StreamChannel("stream://localhost:0")

@@ -160,6 +160,15 @@ async def test_an_address_without_a_certificate_is_refused():
 
 
 @pytest.mark.asyncio
+async def test_an_address_that_names_a_certificate_which_is_not_listed_is_refused():
+    a, b = tls_of("a"), tls_of("b")
+    async with channels(b) as ((_, at_b, _),), channels(a, allow=[a.fingerprint()]) as ((mine, at_a, _),):
+        with pytest.raises(ValueError, match="names a certificate that is not allowed"):
+            mine.open(at_b)
+        mine.open(at_a)
+
+
+@pytest.mark.asyncio
 async def test_a_handshake_that_never_ends_is_cut(monkeypatch):
     monkeypatch.setattr(accepted, "CONTACT", 0.01)
     async with channels(tls_of("a")) as ((_, address, _),):
@@ -193,6 +202,22 @@ async def test_older_versions_and_contexts_of_the_users(monkeypatch):
         for i in range(100):
             port.send(b"%d" % i)
         assert await got.until(100) == [b"%d" % i for i in range(100)]
+
+
+@pytest.mark.asyncio
+async def test_a_certificate_that_is_shown_and_need_not_be_names_nobody():
+    a = tls_of("a")
+    a.server.verify_mode = ssl.CERT_OPTIONAL
+    async with channels(a) as ((channel, address, _),):
+        assert "#" not in address
+        senders = []
+        inbox = Inbox()
+        other = StreamChannel(HERE, tls=a)
+        there = await other.start(lambda frame: (senders.append(other.sender), inbox(frame)))
+        channel.open(there).send(b"x")
+        await inbox.until(1)
+        assert senders == [""]
+        await other.aclose()
 
 
 def test_host_names_are_checked_unless_told_otherwise():
