@@ -6,6 +6,7 @@ Each command is a ``main`` of its own, imported when it is asked for.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -31,7 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=purpose, add_help=False, prefix_chars="\0")
     given, rest = parser.parse_known_args(arguments)
     command = import_module(_COMMANDS[given.command][0])
-    status: int = command.main(rest)
+    try:
+        status: int = command.main(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read it has had enough, as `head` does. What is left is not to be tried again at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
 
 

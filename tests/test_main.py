@@ -31,3 +31,12 @@ def test_help_brings_no_command_in() -> None:
     code += "print([name for name in sys.modules if name.startswith(('aiokv.doctor', 'aiokv.bench'))])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
+
+
+def test_whoever_has_read_enough_is_told_no_more() -> None:
+    # As `python -m aiokv keygen --help | head -1`, whose pipe is closed by the time of writing.
+    code = "import os, sys; r, w = os.pipe(); os.close(r); os.dup2(w, 1); from aiokv.__main__ import main\n"
+    code += "sys.exit(main(['doctor', '--json']))"
+    done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == ""

@@ -73,7 +73,10 @@ def _measured(benchmark: Benchmark, report: Report, options: Options) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     known = names()
-    parser = argparse.ArgumentParser(prog="python -m aiokv.bench", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m aiokv.bench",
+        description="Measures aiokv beside what it is compared with; shows tables, and writes JSON or a plot.",
+    )
     parser.add_argument("name", choices=[*known, "all"], help="what to measure; all: what this machine can")
     parser.add_argument("--quick", action="store_true", help="within a minute each, less exact")
     parser.add_argument("--json", metavar="FILE", help="write machine, rows and ratios")

@@ -5,6 +5,7 @@ A key is written as 64 hexadecimal digits, in files, in allow-lists and in addre
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -93,10 +94,14 @@ class Keys:
         """
         where = Path(folder)
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, mode, text in (
+        files = (
             (_SECRET, 0o600, f"# secret: who has this passes for {self.public}\n{self.secret}\n"),
             (_PUBLIC, 0o644, f"{self.public}\n"),
-        ):
+        )
+        for name, _, _ in files:  # before either is written, so that no half of a pair is left
+            if (where / name).exists():
+                raise FileExistsError(errno.EEXIST, "there is a key already, which stays", str(where / name))
+        for name, mode, text in files:
             descriptor = os.open(where / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             with open(descriptor, "w", encoding="ascii") as file:  # noqa: PTH123 (it is open)
                 file.write(text)

@@ -102,6 +102,13 @@ def test_keygen(tmp_path, capsys):
     assert "aiokv.key" in capsys.readouterr().err
 
 
+def test_half_a_pair_is_left_as_it_is(tmp_path):
+    (tmp_path / "aiokv.pub").write_text("somebody's\n")
+    with pytest.raises(FileExistsError, match="there is a key already, which stays: .*aiokv.pub"):
+        Keys.generate().save(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["aiokv.pub"]
+
+
 def test_keygen_is_a_command(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "aiokv", "keygen", str(tmp_path)],
