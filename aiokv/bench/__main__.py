@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     known = names()
     parser = argparse.ArgumentParser(
         prog="python -m aiokv.bench",
-        description="Measures aiokv beside what it is compared with; shows tables, and writes JSON or a plot.",
+        description="Measures aiokv beside what it is compared with; shows tables, writes JSON or a plot.",
     )
     parser.add_argument("name", choices=[*known, "all"], help="what to measure; all: what this machine can")
     parser.add_argument("--quick", action="store_true", help="within a minute each, less exact")

@@ -316,9 +316,9 @@ class Core:
                     self._on_read(part)
                 self.mover.forget(part)
                 self._courses[part.transfer].changed()
+                self.table.ended(part, self.clock())
             case ActionKind.RESOLVED:
                 self._resolve(part.transfer)
-                self.table.resolved(part.transfer, part.role, self.clock())
 
     def _connect(self, part: Part) -> None:
         session = part.session

@@ -87,9 +87,9 @@ class Table:
         for part in list(transfer.parts):
             self.ledger.settle(part, Event.ABORT, error, reason)
 
-    def resolved(self, transfer: Transfer, role: Role, now: int) -> None:
-        """A transfer is over: who still waits for it is told."""
-        (self.producer if role == "producer" else self.consumer).take_parked(transfer.key, now)
+    def ended(self, part: Part, now: int) -> None:
+        """A part is over: who waits for a place in its transfer is told if there is none."""
+        (self.producer if part.role == "producer" else self.consumer).take_parked(part.transfer.key, now)
 
     def fail(self, part: Part, error: AiokvError) -> None:
         """Something that the part needs went wrong on this side."""

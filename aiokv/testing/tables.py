@@ -372,8 +372,8 @@ class Member:
                 self.stopped.add(part)
                 if part not in self.busy:
                     self.table.ledger.quiet(part)
-            case ActionKind.RESOLVED:
-                self.table.resolved(part.transfer, part.role, self.net.now)
+            case ActionKind.ENDED:
+                self.table.ended(part, self.net.now)
             case _:
                 pass
 

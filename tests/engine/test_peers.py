@@ -509,6 +509,30 @@ async def test_two_names_may_be_used_at_once_whichever_greeting_comes_first(firs
 
 
 @virtual_time
+async def test_who_waits_for_a_place_is_told_when_it_is_known_that_there_is_none() -> None:
+    async with Engines() as engines:
+        a, b, c = [await engines.add(name) for name in "abc"]
+        offer = a.offer("t", [1], readers=2, to=["memory://nobody"], deadline=20)
+        first = b.fetch("t", [1], sources=[a.address], deadline=20)
+        offer.start()
+        first.start()
+        offer.layer_ready(0)
+        await asyncio.sleep(0.1)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        # It might be the one that was named, by a name that isn't its own.
+        error = await failure(c.fetch("t", [1], sources=[a.address], deadline=20))
+        assert isinstance(error, Refused)
+        assert "the offer has no reader left for this engine" in str(error)
+        assert loop.time() - began < 3
+        for layer in range(1, 4):
+            offer.layer_ready(layer)
+        await first.wait()
+        assert isinstance((await asyncio.gather(offer.wait(), return_exceptions=True))[0], PeerLostError)
+        check_idle(a, b, c)
+
+
+@virtual_time
 async def test_one_session_that_is_over_has_the_others_asked() -> None:
     network = FaultyNetwork(seed=1)
     for number in range(4):
