@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextlib
 import importlib.util
 import signal
 import sys
