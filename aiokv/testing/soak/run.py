@@ -27,7 +27,7 @@ _TRIPPED_S = 0.3
 #: Until everything that goes on has ended, after the last order (s).
 _END_S = 60.0
 #: What workers get to say what goes on where something is wrong (s).
-_EXPLAIN_S = 2.0
+_EXPLAIN_S = 10.0
 #: What a steady worker may hold more in the last quarter of its life than in the second (bytes).
 _GROWTH = 8 << 20
 #: Shorter lives say nothing of growth (s).
@@ -179,8 +179,8 @@ class Soak:
 
     async def _explain(self) -> None:
         """Let workers say what goes on, as far as they can."""
-        asked = [slot for slot in self.slots if slot.up]
-        for slot in asked:
+        for slot in self.slots:
+            self._tell(slot.state())
             slot.ask(Explain())
         await asyncio.sleep(_EXPLAIN_S)
         for text in self.judge.explained:

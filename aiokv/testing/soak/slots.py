@@ -166,6 +166,15 @@ class Slot:
             return False
         return stat.rpartition(")")[2].split()[0] == "T"
 
+    def state(self) -> str:
+        """How its process is, in words."""
+        try:
+            letter = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            letter = "gone"
+        going = ", ".join(f"{role} of {tid}" for tid, role in self._going)
+        return f"worker {self.number}: up {self.up}, stopped {self.stopped}, process {letter}; going: {going}"
+
     def go_on(self) -> None:
         """SIGCONT. Time in which it was stopped is held against nobody here."""
         if not self._stopped_at:
