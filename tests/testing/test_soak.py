@@ -137,8 +137,11 @@ def test_what_hangs_is_found_but_not_who_is_stopped() -> None:
     slot._going["t", "producer"] = (side, 5.0)
     assert slot.late(5.0) == []
     assert slot.late(1000.0) == ["worker 0: producer of t hangs"]
-    slot._stopped_at = 1.0
+    slot.forgive(1000.0)  # nobody looked for so long
     assert slot.late(1000.0) == []
+    assert slot.late(2000.0) == ["worker 0: producer of t hangs"]
+    slot._stopped_at = 1.0
+    assert slot.late(2000.0) == []
 
 
 def test_a_worker_that_grows_is_found() -> None:

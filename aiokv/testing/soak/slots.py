@@ -187,6 +187,13 @@ class Slot:
             self._answer_by += now - self._stopped_at
         self._stopped_at, self.up = 0.0, True
 
+    def forgive(self, seconds: float) -> None:
+        """So much time passed in which nobody here looked or listened."""
+        for side, _ in self._going.values():
+            side.due += seconds
+        if self._answer_by:
+            self._answer_by += seconds
+
     # -- orders
 
     def move(self, order: Move) -> None:
