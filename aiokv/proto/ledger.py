@@ -179,16 +179,21 @@ class Ledger:
 
     def _settle(self, part: Part, event: Event, error: AiokvError | None, reason: str) -> None:
         before, after = part.state, self.step(part, event, error)
-        transfer, session = part.transfer, part.session
-        if error is not None and transfer.error is None:
-            transfer.error = error
-        if event is not Event.DONE and not part.abort_known and session is not None:
-            session.send(Abort(*transfer.key, part.role, reason, as_text(transfer.said(error))))
-            part.abort_known = True
+        if error is not None and part.transfer.error is None:
+            part.transfer.error = error
+        if event is not Event.DONE:
+            self._tell_abort(part, reason, error)
         if after is not State.DRAINING:
             self._end(part)
         else:
             self._drain(part, before, event)
+
+    def _tell_abort(self, part: Part, reason: str, error: AiokvError | None) -> None:
+        """The other side hears that we give up, unless it knows."""
+        if not part.abort_known and part.session is not None:
+            text = as_text(part.transfer.said(error))
+            part.session.send(Abort(*part.transfer.key, part.role, reason, text))
+            part.abort_known = True
 
     def _drain(self, part: Part, before: State, event: Event) -> None:
         """Wait for whatever is in flight; who waits for what depends on who touches our blocks."""
@@ -222,8 +227,7 @@ class Ledger:
             if part.quarantined:
                 # ABORTED would say that nothing of it is in flight. Who reads our blocks, or lets us
                 # read its own, counts on its lease instead.
-                if not part.abort_known:
-                    session.send(Abort(*transfer.key, part.role, "failed", as_text(part.life.error)))
+                self._tell_abort(part, "failed", part.life.error)
             elif part.state is not State.LANDED:
                 session.send(Aborted(*transfer.key, part.role))
             elif part.role == "consumer" and part.link:
