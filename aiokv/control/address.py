@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Address", "bindable", "key_of", "reachable"]
+__all__ = ["Address", "bindable", "reachable"]
 
 _LABEL = r"\w(?:[\w-]{0,61}\w)?"
 _SIX = r"\[(?P<six>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]"
@@ -22,11 +22,6 @@ _PATTERN = re.compile(
     r"(?::(?P<port>[0-9]{1,5}))?(?:#(?P<key>[0-9a-f]{64}))?",
     re.ASCII,
 )
-
-
-def key_of(address: str) -> str:
-    """The key that an address names; empty where it names none."""
-    return address.partition("#")[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from aiokv.control.address import key_of
 from aiokv.engine.peer import Peer, Peers
 from aiokv.errors import CapacityError, ClosedError, PeerLostError, Refused, RemoteProtocolError
 from aiokv.proto.messages import Frame, Hello, Message, Reset, as_text, decode_frame, decode_messages
-from aiokv.proto.session import Identity, Phase, Session, life_of
+from aiokv.proto.session import Identity, Phase, Session, key_of, life_of
 
 __all__ = ["Demultiplexer"]
 

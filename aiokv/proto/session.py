@@ -34,7 +34,7 @@ from aiokv.proto.messages import (
 )
 from aiokv.proto.settings import Settings
 
-__all__ = ["Identity", "Phase", "Session", "life_of"]
+__all__ = ["Identity", "Phase", "Session", "key_of", "life_of"]
 
 #: Messages that sessions keep to themselves, or don't take.
 _OWN = frozenset({Ping, Pong, Bye, Hello, Reset})
@@ -49,12 +49,17 @@ _GRACE_NS = 20_000_000
 _CLOCKS_NS = 1_000_000
 
 
+def key_of(address: str) -> str:
+    """The key that an address names; empty where it names none."""
+    return address.partition("#")[2]
+
+
 def life_of(incarnation: bytes, address: str) -> bytes:
     """What tells lives of engines apart: the incarnation that one says, and the key that its address names.
 
     Incarnations are told to every peer, so that another one with a key could claim it.
     """
-    return incarnation + address.partition("#")[2].encode()
+    return incarnation + key_of(address).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,8 @@ class Session:
         self.theirs = 0
         #: The peer's incarnation; empty until its HELLO came.
         self.incarnation = b""
+        #: Which life of which engine the peer is (``life_of``); empty until its HELLO came.
+        self.life = b""
         #: What the peer said of itself; None until its HELLO came.
         self.hello: Hello | None = None
         #: Protocol version that both speak; 0 until the peer's HELLO came.
@@ -145,11 +152,6 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.mine}/{self.theirs} with {self.address} {self.phase.value} live={self.live}>"
-
-    @property
-    def life(self) -> bytes:
-        """Which life of which engine the peer is; see ``life_of``."""
-        return life_of(self.incarnation, self.address)
 
     # -- what is to be sent
 
@@ -220,6 +222,7 @@ class Session:
                 self.greet()
             return
         self.incarnation = frame.src
+        self.life = life_of(frame.src, self.address)
         self.theirs = frame.mine
         self._heard = now
         low, high = hello.versions

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiokv.control.address import Address, bindable, key_of
+from aiokv.control.address import Address, bindable
+from aiokv.proto.session import key_of
 
 
 @pytest.mark.parametrize(
