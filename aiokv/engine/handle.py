@@ -8,6 +8,7 @@ over; leaving by an exception gives it up on both sides. In either case what com
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -60,7 +61,7 @@ class Pump(Protocol):
         """A task that waited for the end of a transfer runs again."""
 
 
-class Handle:
+class Handle(ABC):
     """A transfer of either role: begun once, waited for by any number of tasks, given up or over.
 
     Args:
@@ -108,8 +109,9 @@ class Handle:
             transports=tuple(sorted({part.link for part in self._transfer.parts if part.link})),
         )
 
+    @abstractmethod
     def _layers(self) -> int:
-        raise NotImplementedError
+        """Layers that are in place (fetch), or announced as ready (offer), as a bit mask."""
 
     def explain(self) -> str:
         """One line for a person: what each part waits for, and for how long it still may."""
@@ -184,7 +186,7 @@ class Handle:
             await self._give_up(failure)
             raise
 
-    def _complete(self) -> None:
+    def _complete(self) -> None:  # noqa: B027 (a fetch has nothing to do)
         """The body of the ``async with`` was left normally."""
 
     async def _give_up(self, error: BaseException) -> None:
