@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import selectors
-import signal
 import socket
 import struct
-import threading
 
 import pytest
 
@@ -18,7 +15,7 @@ from aiokv.control.base import MAX_FRAME
 from aiokv.control.streams import StreamChannel
 from aiokv.control.wire import GREETING, pack
 from aiokv.errors import CapacityError, ClosedError
-from aiokv.testing.conformance.channelkit import Inbox, opened, started
+from aiokv.testing.conformance.channelkit import Inbox, opened
 
 HERE = "stream://127.0.0.1:0"
 
@@ -264,48 +261,6 @@ async def test_a_peer_that_stops_reading_is_told_by_bytes_and_by_frames():
 
 
 @pytest.mark.asyncio
-async def test_a_stopped_process_gets_all_frames_when_it_goes_on(another_process):
-    async with opened(lambda queue: kit(queue=100)) as (a, b), another_process(HERE) as peer:
-        port = a.channel.open(peer.address)
-        port.send(b"first")
-        assert await peer.line() == "first"
-        peer.process.send_signal(signal.SIGSTOP)
-        sent = 0
-        async with asyncio.timeout(20):
-            while True:
-                await asyncio.sleep(0)
-                try:
-                    port.send(b"%d" % sent + b" " * 100_000)
-                except CapacityError:
-                    break
-                sent += 1
-        a.channel.open(b.address).send(b"x")
-        assert await b.inbox.until(1) == [b"x"]
-        peer.process.send_signal(signal.SIGCONT)
-        assert [await peer.line() for _ in range(sent)] == [str(i) for i in range(sent)]
-
-
-@pytest.mark.asyncio
-async def test_a_killed_process_disturbs_nobody_and_the_next_at_its_port_is_reached(another_process):
-    async with opened(kit) as (a, b):
-        async with another_process(HERE, a.address) as first:
-            assert await a.inbox.until(1) == [b"hello"]
-            port, other = a.channel.open(first.address), a.channel.open(b.address)
-            port.send(b"first")
-            assert await first.line() == "first"
-            await first.kill()
-            for _ in range(10):
-                port.send(b"lost or late")
-                other.send(b"x")
-            assert await b.inbox.until(10) == [b"x"] * 10
-        async with another_process(first.address, a.address) as second:
-            assert await a.inbox.until(2) == [b"hello"] * 2
-            port.send(b"second")
-            while (line := await second.line()) != "second":
-                assert line == "lost or late"
-
-
-@pytest.mark.asyncio
 async def test_a_reset_connection_is_made_again_with_the_next_frame():
     async def serve(reader, writer):
         await reader.readexactly(8)
@@ -392,41 +347,6 @@ async def test_a_turn_has_an_end(monkeypatch):
         async with raw(a.address, GREETING, b"".join(pack(b"%d" % i) for i in range(995))):
             assert await a.inbox.until(995) == [b"%d" % i for i in range(995)]
         assert max(turns) == 10
-
-
-def test_an_interrupt_in_the_callback_leaves_the_channel_hearing():
-    def receive(frame, *_):
-        inbox(frame)
-        if frame == b"interrupt":
-            raise SystemExit
-
-    async def begin():
-        ends.extend([(await started(kit())).channel, StreamChannel(HERE)])
-        port = ends[0].open(await ends[1].start(receive))
-        port.send(b"interrupt")
-        port.send(b"next")
-        await asyncio.Event().wait()
-
-    async def end():
-        assert await inbox.until(2) == [b"interrupt", b"next"]
-        for channel in ends:
-            await channel.aclose()
-
-    ends, inbox = [], Inbox()
-    with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
-        beginning = runner.get_loop().create_task(begin())
-        with pytest.raises(SystemExit):
-            runner.get_loop().run_until_complete(beginning)
-        runner.run(end())
-
-
-@pytest.mark.asyncio
-async def test_no_python_thread_while_it_runs():
-    before = set(threading.enumerate())
-    async with opened(kit) as (a, b):
-        a.channel.open(b.address).send(b"x")
-        await b.inbox.until(1)
-        assert set(threading.enumerate()) == before
 
 
 @pytest.mark.asyncio
@@ -527,35 +447,6 @@ async def test_whom_the_loop_had_accepted_when_the_channel_closed_is_let_in_no_m
 
 
 @pytest.mark.asyncio
-async def test_a_start_cancelled_at_the_lookup_leaves_nothing():
-    for turns in range(5):
-        channel = StreamChannel("stream://localhost:0")
-        task = asyncio.create_task(channel.start(Inbox()))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.wait([task])
-        await channel.aclose()
-
-
-@pytest.mark.asyncio
-async def test_a_channel_closed_during_the_lookup_does_not_start():
-    channel = StreamChannel("stream://localhost:0")
-    task = asyncio.create_task(channel.start(Inbox()))
-    await asyncio.sleep(0)
-    await channel.aclose()
-    with pytest.raises(ClosedError):
-        await task
-
-
-@pytest.mark.asyncio
-async def test_an_address_of_another_host_is_told():
-    with pytest.raises(OSError, match=r"stream://192\.0\.2\.1:5555") as caught:
-        await StreamChannel("stream://192.0.2.1:5555").start(Inbox())
-    assert caught.value.errno == errno.EADDRNOTAVAIL
-
-
-@pytest.mark.asyncio
 async def test_no_room_for_another_port(monkeypatch):
     monkeypatch.setattr("aiokv.control.streams.MAX_MEMBERS", 4)
     async with opened(kit, 1) as (a,):
@@ -627,19 +518,6 @@ async def test_what_can_not_be_connected_to(address):
             a.channel.open(address)
         with pytest.raises(ValueError, match="names a certificate"):
             a.channel.open("stream://127.0.0.1:1#" + "0" * 64)
-
-
-@pytest.mark.asyncio
-async def test_names_are_looked_up():
-    make = kit()
-    a, b = await started(make, "stream://localhost:0"), await started(make)
-    assert a.address.startswith("stream://127.0.0.1:")
-    port = b.channel.open(a.address.replace("127.0.0.1", "localhost"))
-    for i in range(10):
-        port.send(b"%d" % i)
-    assert await a.inbox.until(10) == [b"%d" % i for i in range(10)]
-    await a.channel.aclose()
-    await b.channel.aclose()
 
 
 @pytest.mark.asyncio
