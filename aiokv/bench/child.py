@@ -8,11 +8,9 @@ process is killed.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import json
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -23,12 +21,12 @@ from typing import Any
 import uvloop
 
 import aiokv
+from aiokv.testing.parent import end_with
 
 __all__ = ["Child", "ChildFailed", "Line", "child"]
 
 #: Bytes of one line, at most: as many ids and figures as a benchmark may want to tell.
 _LIMIT = 64 << 20
-_PR_SET_PDEATHSIG = 1
 
 
 class ChildFailed(Exception):
@@ -146,16 +144,9 @@ class Line:
         return told
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, whatever it is doing then."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the parent ended before this process had begun")
-
-
 def _main(function: str, options: str, parent: str) -> None:
-    _die_with(int(parent))
+    if not end_with(int(parent)):
+        sys.exit("the parent ended before this process had begun")
     # What libraries print must not be taken for an answer.
     out = os.dup(1)
     os.dup2(2, 1)

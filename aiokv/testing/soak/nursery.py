@@ -7,7 +7,6 @@ is stopped.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -18,13 +17,12 @@ from typing import Self
 
 import msgspec
 
+from aiokv.testing.parent import end_with
 from aiokv.testing.soak.orders import Start
 
 __all__ = ["Nursery"]
 
 _PID = 8
-#: prctl(2): the signal that comes when the parent ends.
-_PR_SET_PDEATHSIG = 1
 
 
 class Nursery:
@@ -92,12 +90,6 @@ def _is_ours(pid: int) -> bool:
         return False
 
 
-def _end_with_parent(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before that was said
-        os._exit(1)
-
-
 def _serve(orders: socket.socket) -> None:
     """Fork whatever is asked for."""
     from aiokv.testing.soak.worker import live  # everything that takes long
@@ -112,7 +104,8 @@ def _serve(orders: socket.socket) -> None:
         pid = os.fork()
         sock = socket.socket(fileno=fds[0])
         if not pid:
-            _end_with_parent(here)
+            if not end_with(here):
+                os._exit(1)
             orders.close()
             live(msgspec.json.decode(data, type=Start), sock)
             return
@@ -121,5 +114,6 @@ def _serve(orders: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    _end_with_parent(int(sys.argv[2]))
+    if not end_with(int(sys.argv[2])):
+        os._exit(1)
     _serve(socket.socket(fileno=int(sys.argv[1])))
