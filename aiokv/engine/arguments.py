@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -11,6 +10,7 @@ from typing import SupportsIndex, cast
 import numpy as np
 
 from aiokv.errors import CapacityError, InvalidBlocks
+from aiokv.proto.fields import index
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.plan import GroupBlocks
 from aiokv.proto.settings import SECOND
@@ -148,7 +148,7 @@ def whole(value: SupportsIndex, what: str, least: int = 0) -> int:
         TypeError: It is no integer.
         ValueError: It is too small, or too large.
     """
-    number = _integer(value, what)
+    number = index(value, what)
     if not least <= number < _MOST:
         raise ValueError(f"{what} is an integer of at least {least} and less than 2**48, not {value!r}")
     return number
@@ -161,7 +161,7 @@ def checked_priority(value: SupportsIndex) -> int:
         TypeError: It is no integer.
         ValueError: It is further from 0 than anybody needs.
     """
-    number = _integer(value, "priority")
+    number = index(value, "priority")
     if not -_MOST_URGENT <= number < _MOST_URGENT:
         raise ValueError(f"priority is an integer from -2**31 to 2**31 - 1, not {value!r}")
     return number
@@ -174,17 +174,10 @@ def layer_index(value: SupportsIndex, layers: int) -> int:
         TypeError: It is no integer.
         IndexError: There is no such layer.
     """
-    number = _integer(value, "layer")
+    number = index(value, "layer")
     if not 0 <= number < layers:
         raise IndexError(f"layer {number} is not one of 0..{layers - 1}")
     return number
-
-
-def _integer(value: SupportsIndex, what: str) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{what} is an integer, not {value!r}") from None
 
 
 def checked_id(tid: str) -> str:

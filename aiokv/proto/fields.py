@@ -13,7 +13,7 @@ from typing import SupportsIndex, cast
 
 import msgspec
 
-__all__ = ["flag", "integer", "integers", "octets", "settle", "text"]
+__all__ = ["flag", "index", "integer", "integers", "octets", "settle", "text"]
 
 
 def integer(value: object, name: str) -> int:
@@ -30,6 +30,18 @@ def integer(value: object, name: str) -> int:
         return operator.index(cast("SupportsIndex", value))
     except TypeError:
         raise TypeError(f"{name} must be an integer, not {_shown(value)}") from None
+
+
+def index(value: object, name: str) -> int:
+    """Whatever passes for an integer (``operator.index``), as Python's own.
+
+    Raises:
+        TypeError: It isn't one.
+    """
+    try:
+        return operator.index(cast("SupportsIndex", value))
+    except TypeError:
+        raise TypeError(f"{name} is an integer, not {value!r}") from None
 
 
 def integers(values: object, name: str, count: int | None = None) -> tuple[int, ...]:

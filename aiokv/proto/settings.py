@@ -6,8 +6,9 @@ between processes, and a float would round it.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, fields
+
+from aiokv.proto.fields import index
 
 __all__ = ["SECOND", "Settings"]
 
@@ -71,10 +72,7 @@ class Settings:
         """Refuse what is no number, and timers that contradict each other."""
         for each in fields(self):
             value, least = getattr(self, each.name), int(each.name not in _MAY_BE_ZERO)
-            try:
-                number = operator.index(value)
-            except TypeError:
-                raise TypeError(f"{each.name} is an integer, not {value!r}") from None
+            number = index(value, each.name)
             if not least <= number < _MOST:
                 raise ValueError(
                     f"{each.name} is an integer of at least {least}, less than 2**62, not {value}"
