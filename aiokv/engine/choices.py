@@ -184,6 +184,5 @@ def _made(name: str, ports: Sequence[int], host: str | None, streams: int) -> Tr
 
 def host_of(address: str) -> str:
     """Host of a control address, where data ports listen too; loopback where it has none."""
-    scheme, _, where = address.partition("#")[0].partition("://")
-    host, _, port = where.rpartition(":")
-    return host.strip("[]") if scheme in _CHANNELS and port else "127.0.0.1"
+    scheme = address.partition("://")[0]
+    return Address.parse(address, scheme).host if scheme in _CHANNELS else "127.0.0.1"

@@ -181,6 +181,7 @@ def test_a_control_channel_is_made_for_an_address() -> None:
         ("tcp://127.0.0.1:0", "127.0.0.1"),
         ("tcp://[::1]:5000", "::1"),
         ("tcp://0.0.0.0:5000", "0.0.0.0"),
+        ("tcp://*:5000", "0.0.0.0"),
         ("tcp://prefill-3.cluster.local:5000", "prefill-3.cluster.local"),
         ("stream://192.0.2.1:5000", "192.0.2.1"),
         ("tls://prefill-3:5000#" + "0" * 64, "prefill-3"),
