@@ -30,6 +30,8 @@ _STREAMS = 4
 #: Where the producer sends, a chunk is so many times larger: its link gives it to the socket in slices
 #: of its own, so that it doesn't hold the loop, and what a chunk costs at both ends is the same for any size.
 _SENT_AS_ONE = 4
+#: Stands for what was in flight to a part that was stopped.
+_NOTHING = Chunk(0, 0, 0, 0, 0)
 
 
 class Mover:
@@ -144,7 +146,9 @@ class Mover:
             return
         for layer in _layers(mask):
             if movement.missing[layer]:
-                limit = self._settings.chunk_bytes * (1 if part.one_sided else _SENT_AS_ONE)
+                limit = (
+                    self._settings.chunk_bytes * movement.link.pace * (1 if part.one_sided else _SENT_AS_ONE)
+                )
                 chunks = movement.plan.chunks(layer, limit)
                 self._scheduler.add(movement.flow, part, chunks, movement.priority)
         self._wake()
@@ -167,7 +171,10 @@ class Mover:
         movement.unconfirmed.clear()
         self._scheduler.drop(part)
         if part.role == "consumer" and not part.one_sided:
-            movement.link.forget(movement.id)
+            writing = movement.link.forget(movement.id)
+            if writing is not None:
+                self._watch(movement, _NOTHING, 0, writing, writing)
+                return
         if not movement.in_flight:
             self._table.ledger.quiet(part)
 
@@ -265,14 +272,22 @@ class Mover:
             self._table.fail(part, error)
             return
         # What waits for its caller's stream takes nothing of the window, where others could go.
-        counted = 0 if held_up else chunk.nbytes
+        counted = 0 if held_up else chunk.nbytes // movement.link.pace
         self._scheduler.finished(chunk.nbytes - counted)
-        movement.in_flight += 1
-        movement.flow.in_flight += 1
-        self.in_flight += 1
         movement.unsubmitted[chunk.layer] -= chunk.nbytes
         if not movement.unsubmitted[chunk.layer]:
             self._submitted(part, chunk.layer, event)  # the stream is in order: it covers the layer
+        # A link takes what it sends in order, whatever stream that was ready on; and one that
+        # takes nothing must hold up no other's completions.
+        self._watch(
+            movement, chunk, counted, event, movement.flow if part.role == "producer" else movement.stream
+        )
+
+    def _watch(self, movement: Movement, chunk: Chunk, counted: int, event: Event, order: object) -> None:
+        """Something is in flight until ``event`` is done; events of one ``order`` come in that order."""
+        movement.in_flight += 1
+        movement.flow.in_flight += 1
+        self.in_flight += 1
         try:
             finished = event.done()
         except DeviceError as error:
@@ -281,9 +296,6 @@ class Mover:
         if finished:
             self._completed(movement, chunk, counted, None)
         else:
-            # A link takes what it sends in order, whatever stream that was ready on; and one that
-            # takes nothing must hold up no other's completions.
-            order = movement.flow if part.role == "producer" else movement.stream
             self._poller.watch(event, order, lambda error: self._completed(movement, chunk, counted, error))
 
     def _completed(self, movement: Movement, chunk: Chunk, counted: int, error: AiokvError | None) -> None:

@@ -46,7 +46,8 @@ class Settings:
         peers: Peers that this engine talks to at most.
         chunk_bytes: Bytes that one submitted copy moves at most. On the host a chunk is copied in
             one go, so this bounds for how long the loop is held. Where the producer sends, chunks
-            are four times larger, since sockets take them in slices.
+            are four times larger, since sockets take them in slices; and a path that is faster than
+            host memory (``Link.pace``) takes as many times more, here and in ``window_bytes``.
         window_bytes: Bytes of submitted copies that may be unfinished. What is submitted can't be
             called back, so this bounds how long an abort takes.
 

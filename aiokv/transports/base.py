@@ -54,6 +54,13 @@ class Link(Protocol):
     def lost(self) -> bool:
         """The path is gone, and the other side can touch this side's memory through it no more."""
 
+    @property
+    def pace(self) -> int:
+        """How many times faster than host memory the path is, at least 1.
+
+        What bounds the time of a chunk, and of all that is in flight, is so many times the bytes here.
+        """
+
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, on the loop, when the link becomes lost (at once if it is)."""
 
@@ -99,10 +106,14 @@ class Link(Protocol):
         chunks outside the plan, cut the link.
         """
 
-    def forget(self, part: PartId) -> None:
-        """Two-sided, at the consumer: from this call on nothing of ``part`` is written to ``dst``.
+    def forget(self, part: PartId) -> Event | None:
+        """Two-sided, at the consumer: nothing more of ``part`` is begun to be written to ``dst``.
 
-        What is still on its way is drained to scratch memory.
+        What is still on its way is drained to scratch memory. Also to be called when the link is lost.
+
+        Returns:
+            An event that is done, or failed, when no copy on the device writes to ``dst`` any more,
+            and never waits for a peer; None when that is so already, as on the host.
         """
 
     def close(self) -> None:

@@ -40,6 +40,11 @@ class LinkEnd:
         """The path is gone, and the other side can touch this side's memory through it no more."""
         return self._lost
 
+    @property
+    def pace(self) -> int:
+        """1: not faster than host memory."""
+        return 1
+
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, in a turn of its own, when the link becomes lost (at once if it is)."""
         if self._lost:
@@ -86,7 +91,7 @@ class LinkEnd:
         """Two-sided, at the consumer; see ``Link.expect``."""
         self._refuse("expect")
 
-    def forget(self, part: PartId) -> None:
+    def forget(self, part: PartId) -> Event | None:
         """Two-sided, at the consumer; see ``Link.forget``."""
         self._refuse("forget")
 

@@ -41,6 +41,8 @@ class Link:
 
     lost = False
     writable = True
+    pace = 1
+    writing: Event | None = None
 
     def __init__(self) -> None:
         self.submitted: list[tuple[Chunk, Event]] = []
@@ -71,8 +73,9 @@ class Link:
     def expect(self, part: Any, plan: Any, dst: Any, landed: Callable[[int, int], None]) -> None:
         self.expected[part] = landed
 
-    def forget(self, part: Any) -> None:
+    def forget(self, part: Any) -> Event | None:
         self.expected.pop(part, None)
+        return self.writing
 
     def close(self) -> None:
         self.closed += 1
@@ -370,6 +373,32 @@ def test_a_part_that_never_started_is_quiet_at_once() -> None:
     bench.mover.stop(part, bench.link)
     assert part.ended
     assert bench.link.expected == {}  # the producer may have begun to send
+
+
+def test_what_was_sent_here_is_quiet_when_its_link_writes_no_more() -> None:
+    bench = Bench(one_sided=False)
+    part = bench.begin()
+    bench.link.writing = Event()
+    bench.b.abort(part.transfer, TransferAborted("enough"))
+    bench.mover.stop(part, bench.link)
+    assert (part.state, bench.mover.in_flight) == (State.DRAINING, 1)
+    bench.mover.retire(bench.link)
+    assert not bench.link.closed
+    bench.poller.deliver()
+    assert part.ended
+    assert bench.mover.in_flight == 0
+
+
+def test_a_faster_path_takes_more_at_a_time_and_more_at_once() -> None:
+    bench = Bench(settings=Settings(chunk_bytes=LAYER // 4, window_bytes=LAYER // 2))
+    bench.link.pace = 4
+    bench.begin()
+    assert len(bench.submit()) == 2
+    assert [chunk.nbytes for chunk, _ in bench.link.submitted] == [LAYER] * 2
+    assert bench.mover.bytes_in_flight == LAYER // 2
+    bench.poller.deliver(count=1)
+    assert bench.mover.bytes_in_flight == LAYER // 4
+    assert len(bench.submit()) == 1
 
 
 def test_a_link_is_closed_when_nothing_uses_it_any_more() -> None:
