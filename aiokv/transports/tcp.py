@@ -7,19 +7,16 @@ the data on them is neither encrypted nor authenticated.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import ipaddress
-import os
 import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.transports.base import Link, PeerInfo
+from aiokv.transports.dialling import dial, dial_more, host_of, listening
 from aiokv.transports.ends import keep_until_lost
 from aiokv.transports.greeting import greet, join
 from aiokv.transports.handshake import MAX_STREAMS, STREAMS, new_token
@@ -36,9 +33,6 @@ __all__ = ["TcpTransport"]
 
 #: Links that consumers may have to one transport at a time.
 _MAX_LINKS = 4096
-_BACKLOG = 512
-#: A numeric address, in the shapes that getaddrinfo gives.
-_Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 
 
 class _Description(msgspec.Struct, frozen=True, array_like=True):
@@ -100,7 +94,7 @@ class TcpTransport:
                 f"tcp: the cache is {cache.device.kind} memory, and only the host's can be sent"
             )
         try:
-            sock = await _listening(host, self._ports)
+            sock = await listening(host, self._ports)
         except OSError as error:
             which = ", ".join(map(str, self._ports))
             raise DeviceError(f"tcp: can't listen at {host}, port {which}: {error}") from error
@@ -137,9 +131,9 @@ class TcpTransport:
         socks: list[socket.socket] = []
         try:
             try:
-                socks.append(await _dial(there.host or _host_of(peer.address), there.port))
+                socks.append(await dial(there.host or host_of(peer.address), there.port))
                 welcome = await greet(socks[0], there.token, self._streams)
-                await _dial_more(socks, welcome.streams)
+                await dial_more(socks, welcome.streams)
                 await join(socks[1:], welcome)
             except (OSError, ValueError, PeerLostError) as error:
                 raise PeerLostError(f"tcp to {peer.address}: {error}") from error
@@ -162,88 +156,3 @@ class TcpTransport:
         for end in list(self._ends):
             end.close()
         self._accepted.clear()
-
-
-def _host_of(address: str) -> str:
-    host = urlsplit(address).hostname
-    if not host:
-        raise ValueError(f"it told no data address, and {address!r} names no host")
-    return host
-
-
-async def _resolve(host: str, port: int) -> list[tuple[int, _Address]]:
-    """Families and numeric socket addresses; a name is looked up off the loop, by the loop's means."""
-    for family, kind in ((socket.AF_INET, ipaddress.IPv4Address), (socket.AF_INET6, ipaddress.IPv6Address)):
-        with contextlib.suppress(ValueError):
-            if "%" not in host:  # a scope takes a look-up, too
-                return [(family, (str(kind(host)), port))]
-    infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [(family, address) for family, _, _, _, address in infos]
-
-
-async def _listening(host: str, ports: Sequence[int]) -> socket.socket:
-    """A socket that listens at the first of the ports that can be had."""
-    failure = OSError("there is no port to listen at")
-    for port in ports:
-        family, address = (await _resolve(host, port))[0]
-        sock = _socket(family)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(address)
-            sock.listen(_BACKLOG)
-            return sock
-        except OSError as error:
-            sock.close()
-            failure = error
-    raise failure
-
-
-def _socket(family: int) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    # A chunk is complete when it was given to the socket: holding its end back gains nothing. What
-    # a listening socket is set to, the connections that it accepts are.
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
-
-
-async def _dial(host: str, port: int) -> socket.socket:
-    """A connected, non-blocking socket; the first address that answers."""
-    failure = OSError(f"{host} has no address")
-    for family, address in await _resolve(host, port):
-        sock = _socket(family)
-        try:
-            with contextlib.suppress(BlockingIOError):
-                sock.connect(address)
-            await _connected(sock)
-            return sock
-        except OSError as error:
-            sock.close()
-            failure = error
-        except BaseException:
-            sock.close()
-            raise
-    raise failure
-
-
-async def _dial_more(socks: list[socket.socket], count: int) -> None:
-    """Append connections to where the first one leads until there are ``count``, all dialled at once."""
-    first, family = socks[0].getpeername(), socks[0].family
-    while len(socks) < count:
-        socks.append(_socket(family))
-        with contextlib.suppress(BlockingIOError):
-            socks[-1].connect(first)
-    for sock in socks[1:]:
-        await _connected(sock)
-
-
-async def _connected(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_writer(sock.fileno(), ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_writer(sock.fileno())
-    if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        raise OSError(error, os.strerror(error))
