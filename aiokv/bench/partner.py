@@ -13,7 +13,7 @@ from aiokv.bench.channels import CHANNELS
 from aiokv.bench.child import Line
 from aiokv.bench.usage import holdings, resident_bytes, used_cpu_ns, used_cpu_of_loop_ns
 
-__all__ = ["FUNCTION", "Partner", "layout", "serve"]
+__all__ = ["FUNCTION", "Awake", "Partner", "layout", "serve"]
 
 #: For ``aiokv.bench.child.child``.
 FUNCTION = "aiokv.bench.partner:serve"
@@ -51,6 +51,24 @@ async def serve(
                 line.say(**(await getattr(partner, do)(**told)))
 
 
+class Awake:
+    """Keeps a loop from sleeping, to tell what work costs from what falling asleep and waking does."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._on = False
+
+    def set(self, on: bool) -> None:
+        """Keep it awake from now on, or no more."""
+        if on and not self._on:
+            self._loop.call_soon(self._again)
+        self._on = on
+
+    def _again(self) -> None:
+        if self._on:
+            self._loop.call_soon(self._again)
+
+
 class Partner:
     """Offers by an engine, and what is known of its process.
 
@@ -62,6 +80,7 @@ class Partner:
         self._engine = engine
         self._offers = AsyncExitStack()
         self._profile: cProfile.Profile | None = None
+        self.awake = Awake(asyncio.get_running_loop())
 
     async def offer(self, tids: list[str], blocks: list[list[int]]) -> dict[str, Any]:
         """Offer some blocks under each id, all written."""
@@ -83,6 +102,11 @@ class Partner:
         for number in range(count):
             async with self._engine.offer(f"{prefix}{number}", blocks, deadline=600):
                 pass
+        return {}
+
+    async def keep_awake(self, on: bool) -> dict[str, Any]:
+        """Whether this process's loop may sleep where nothing is to be done."""
+        self.awake.set(on)
         return {}
 
     async def usage(self) -> dict[str, Any]:

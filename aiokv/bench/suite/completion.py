@@ -28,6 +28,7 @@ from aiokv.bench.rounds import alternate
 from aiokv.bench.usage import used_cpu_ns
 from aiokv.bench.waiters import Waiter, waiters
 from aiokv.bench.words import Words, WordStream
+from aiokv.device.timer import MicroTimer
 
 __all__ = ["GOALS", "missing", "run"]
 
@@ -149,6 +150,39 @@ def _tell(report: Report, case: Case, found: Mapping[str, list[Figures]]) -> Non
         report.ratio("completion.cpu_share_10ms", [each.cpu_share for each in ours])
 
 
+async def _oversleeping(duration_ms: int, seconds: float) -> Figures:
+    """How late a bare timer wakes a loop that sleeps: no way to wait that sleeps can do better."""
+    loop = asyncio.get_running_loop()
+    rang: asyncio.Future[None] = loop.create_future()
+    timer = MicroTimer(loop, lambda: rang.set_result(None))
+    lags = []
+    began, cpu_ns = time.monotonic_ns(), used_cpu_ns()
+    try:
+        while (due := time.monotonic_ns() + duration_ms * _MS) < began + seconds * 1e9:
+            timer.arm(duration_ms * _MS)
+            await rang
+            lags.append(time.monotonic_ns() - due)
+            rang = loop.create_future()
+    finally:
+        timer.close()
+    share = (used_cpu_ns() - cpu_ns) / (time.monotonic_ns() - began)
+    return Figures(quantile(sorted(lags), 0.5) / 1e3, quantile(sorted(lags), 0.99) / 1e3, share)
+
+
+async def _tell_timer(report: Report, rounds: int, seconds: float) -> None:
+    for duration_ms in (1, 10):
+        figures = [await _oversleeping(duration_ms, seconds) for _ in range(rounds)]
+        report.row(
+            "a timer alone, of a loop with nothing else to do",
+            {
+                "after ms": duration_ms,
+                "late p50 us": Spread.of(each.p50_us for each in figures),
+                "late p99 us": Spread.of(each.p99_us for each in figures),
+                "CPU %": Spread.of(each.cpu_share * 100 for each in figures),
+            },
+        )
+
+
 async def _idle(rounds: int, seconds: float) -> list[float]:
     """CPU share of an engine with a connected peer and nothing to do."""
     cache = await asyncio.to_thread(aiokv.KVCache.allocate, layout(4))
@@ -179,6 +213,7 @@ async def _run(report: Report, options: Options) -> None:
         async with child("aiokv.bench.words:operate", fds=[words.fd], fd=words.fd):
             for case in _cases(options):
                 _tell(report, case, await _compare(case, words, rounds, seconds))
+    await _tell_timer(report, rounds, seconds)
     report.ratio("completion.idle_cpu_share", await _idle(*((2, 1.0) if options.quick else (5, 5.0))))
 
 

@@ -143,6 +143,26 @@ async def _sequence(pair: _Pair, report: Report, size: _Size) -> None:
     report.ratio("scale.cpu_us_per_transfer", cpu)
 
 
+async def _awake(pair: _Pair, report: Report, size: _Size) -> None:
+    """The same while neither side ever sleeps: what the work takes, without the waking for it."""
+    count = size.sequence // size.rounds
+    awake, took = partner.Awake(asyncio.get_running_loop()), []
+    await pair.peer.ask("keep_awake", on=True)
+    awake.set(True)
+    try:
+        for _ in range(2):
+            began = time.monotonic_ns()
+            await pair.sequence(count)
+            took.append((time.monotonic_ns() - began) / count / 1e3)
+    finally:
+        awake.set(False)
+        await pair.peer.ask("keep_awake", on=False)
+    report.row(
+        "64 KiB, one after another, neither side ever asleep",
+        {"transfers": 2 * count, "us each": Spread.of(took)},
+    )
+
+
 async def _at_once(pair: _Pair, report: Report, size: _Size) -> None:
     halves, lasts, cpu = [], [], []
     for _ in range(size.rounds):
@@ -216,6 +236,7 @@ async def _run(report: Report, options: Options) -> None:
         await pair.at_once(size.at_once)
         before = await pair.used()
         await _sequence(pair, report, size)
+        await _awake(pair, report, size)
         await _at_once(pair, report, size)
         _tell_held(report, before, await pair.used())
         with tempfile.TemporaryDirectory() as scratch:
