@@ -1,0 +1,379 @@
+"""``cuda_ipc``: a consumer on the same host maps the producer's GPU memory, and copies from it.
+
+For caches in a GPU's memory, the same GPU's or one that this one reaches. The producer passes a
+handle for each allocation that its buffers are in to consumers that proved themselves. They open
+the handles off the loop, once for each incarnation and allocation, and prove the path by reading a
+nonce from the producer's GPU.
+
+No events are shared between processes: the producer's control messages say which layers are there,
+by the time that its own events were seen done. A wait for another process's event could not be
+taken back, and would need that process to live.
+
+When the producer dies, the memory that is mapped here stays as it is until it is unmapped; so a
+copy that is in flight ends, and counts for nothing. The socket between the two is kept until no
+copy is in flight: its end is what tells the producer that nothing reads its memory any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from aiokv.device.base import Buffer, Device, Event, Stream
+from aiokv.device.cache import KVCache
+from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
+from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.transports.base import PeerInfo
+from aiokv.transports.cuda_ipc_driver import HANDLE_BYTES, Allocation, CudaIpcDriver, IpcDriver
+from aiokv.transports.cuda_ipc_mappings import Mapped, Mappings, Wanted
+from aiokv.transports.handshake import MAX_EXTRA, Welcome
+from aiokv.transports.local import LocalEnd, LocalTransport, Offer
+from aiokv.transports.mapping import off_loop
+
+__all__ = ["CudaIpcTransport"]
+
+_log = logging.getLogger(__name__)
+
+_NONCE = 32
+#: How many times faster than host memory a copy on a GPU is, at least.
+_PACE = 16
+#: How long closing waits for copies that are in flight, in seconds.
+_PATIENCE_S = 2.0
+#: struct ucred: process, user and group id.
+_CREDENTIALS = struct.Struct("3i")
+
+_Handle = Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Shared(msgspec.Struct, frozen=True, array_like=True):
+    """What a producer says to consumers that it lets in; all addresses are in its own process."""
+
+    nonce: bytes
+    #: Handle, address and size of each allocation; the first has the nonce at its start.
+    allocations: tuple[tuple[_Handle, _Number, _Number], ...]
+    #: For each buffer of its placement, the allocation, its offset in that, and its size.
+    buffers: tuple[tuple[_Number, _Number, _Number], ...]
+
+    def check(self, peer: PeerInfo) -> None:
+        """Look whether it fits together, and with what ``peer`` said of its buffers.
+
+        Raises:
+            PeerLostError: It doesn't.
+        """
+        if tuple(nbytes for *_, nbytes in self.buffers) != peer.placement.buffers:
+            raise PeerLostError("its buffers are not those of its placement")
+        if not self.allocations or len(set(self.allocations)) != len(self.allocations):
+            raise PeerLostError("it names no allocations, or one twice")
+        for number, offset, nbytes in ((0, 0, _NONCE), *self.buffers):
+            if number >= len(self.allocations) or offset + nbytes > self.allocations[number][2]:
+                raise PeerLostError("its buffers lie outside of its allocations")
+
+
+class CudaIpcTransport(LocalTransport):
+    """One engine's end of the paths between GPU memory on its host; see ``Transport``.
+
+    Args:
+        driver: What makes the calls, from the number of the device; the CUDA driver itself.
+    """
+
+    def __init__(self, driver: Callable[[int], IpcDriver] = CudaIpcDriver) -> None:
+        super().__init__()
+        self._make_driver = driver
+        #: None until started.
+        self._driver: IpcDriver | None = None
+        self._mappings: Mappings | None = None
+        self._offered = Offer(b"")
+        #: Device memory that only carries the nonce; 0 while there is none.
+        self._nonce_at = 0
+        #: Done when that was given back; None while it is there.
+        self._freeing: asyncio.Future[None] | None = None
+
+    @property
+    def name(self) -> str:
+        """``"cuda_ipc"``."""
+        return "cuda_ipc"
+
+    async def start(self, cache: KVCache, host: str) -> None:
+        """Make handles for the cache's memory, off the loop, and listen; ``host`` means nothing here."""
+        if self._driver is not None:
+            raise LocalProtocolError("this cuda_ipc transport was started before")
+        if cache.device.kind != "cuda":
+            raise DeviceError(
+                f"cuda_ipc: the cache is {cache.device.kind} memory; only a GPU's can be mapped"
+            )
+        ordinal: int = cache.device.ordinal  # type: ignore[attr-defined]
+        sharing = off_loop(partial(_share, self._make_driver, ordinal, cache.buffers), "aiokv-cuda-ipc")
+        try:
+            driver, self._nonce_at, shared = await asyncio.shield(sharing)
+        except asyncio.CancelledError:
+            sharing.add_done_callback(_take_back)
+            raise
+        self._driver, self._mappings = driver, Mappings(driver)
+        try:
+            extra = msgspec.msgpack.encode(shared)
+            if len(extra) > MAX_EXTRA:
+                raise DeviceError(f"cuda_ipc: {len(shared.allocations)} allocations are too many to tell of")
+            self._offered = Offer(extra)
+            await super().start(cache, host)
+        except BaseException:
+            self._withdraw()
+            raise
+
+    def _offer(self, cache: KVCache) -> Offer:
+        return self._offered
+
+    def _withdraw(self) -> None:
+        if self._nonce_at and self._driver is not None:
+            self._freeing = off_loop(partial(self._driver.free, self._nonce_at), "aiokv-cuda-ipc")
+            self._freeing.add_done_callback(_seen)
+            self._nonce_at = 0
+
+    async def _open(self, sock: socket.socket, welcome: Welcome, cache: KVCache, peer: PeerInfo) -> LocalEnd:
+        try:
+            there = msgspec.msgpack.decode(welcome.extra, type=_Shared)
+        except msgspec.DecodeError as error:
+            raise PeerLostError(f"it doesn't say where its memory is: {error}") from error
+        there.check(peer)
+        own = self._is_own(sock)
+        wanted = [Wanted(peer.incarnation, *each, own) for each in there.allocations]
+        if self._driver is None or self._mappings is None:
+            raise ClosedError("this cuda_ipc transport is not started")
+        mapped = await self._mappings.acquire(wanted)
+        try:
+            await _prove(self._driver, mapped[0], there.nonce)
+            self._opened()
+            theirs = [
+                self._driver.buffer(mapped[number].base + offset, nbytes)
+                for number, offset, nbytes in there.buffers
+            ]
+            return _ConsumerEnd(welcome.link, sock, self, cache.device, theirs, mapped)
+        except BaseException:
+            self.unmap(mapped)
+            raise
+
+    def _is_own(self, sock: socket.socket) -> bool:
+        """Whether this very process listens at the other end, as the kernel says."""
+        return _process_of(sock) == os.getpid()
+
+    def unmap(self, mapped: Sequence[Mapped]) -> None:
+        """Let go of a producer's memory, which is unmapped off the loop once no link uses it."""
+        if self._mappings is not None:
+            self._mappings.release(mapped)
+
+    async def aclose(self) -> None:
+        """Close all links, and give back all memory, once no copy is in flight. May be called twice."""
+        await super().aclose()
+        lingering = [end for end in self.ends if isinstance(end, _ConsumerEnd)]
+        if lingering:
+            reads = [read for end in lingering for read in end.reading]
+            await off_loop(partial(_wait_for, reads), "aiokv-cuda-ipc")
+            for end in lingering:
+                end.look()
+        if self.ends:
+            # Better memory that stays mapped than a copy from nowhere.
+            _log.warning("cuda_ipc: copies don't end; what %d links read stays mapped", len(self.ends))
+        if self._mappings is not None:
+            await self._mappings.aclose()
+        if self._freeing is not None:
+            await asyncio.wait((self._freeing,), timeout=_PATIENCE_S)
+
+
+def _share(
+    make: Callable[[int], IpcDriver], ordinal: int, buffers: Sequence[Buffer]
+) -> tuple[IpcDriver, int, _Shared]:
+    """Make the nonce and the handles. Blocks."""
+    driver = make(ordinal)
+    found: dict[Allocation, int] = {}
+    places = []
+    for number, buffer in enumerate(buffers):
+        why = driver.refusal(buffer.address)
+        if why:
+            raise DeviceError(f"cuda_ipc: buffer {number} of the cache {why}")
+        allocation = driver.find(buffer.address)
+        offset = buffer.address - allocation.base
+        if offset + buffer.nbytes > allocation.nbytes:
+            raise DeviceError(f"cuda_ipc: buffer {number} of the cache lies in more than one allocation")
+        found.setdefault(allocation, 1 + len(found))
+        places.append((found[allocation], offset, buffer.nbytes))
+    nonce = secrets.token_bytes(_NONCE)
+    at = driver.allocate(nonce)
+    try:
+        allocations = [driver.find(at), *found]
+        handles = tuple((driver.export(each.base), each.base, each.nbytes) for each in allocations)
+    except BaseException:
+        driver.free(at)
+        raise
+    return driver, at, _Shared(nonce, handles, tuple(places))
+
+
+def _take_back(sharing: asyncio.Future[tuple[IpcDriver, int, _Shared]]) -> None:
+    """Nobody waits for what was made."""
+    if sharing.exception() is None:
+        driver, at, _ = sharing.result()
+        off_loop(partial(driver.free, at), "aiokv-cuda-ipc").add_done_callback(_seen)
+
+
+def _seen(work: asyncio.Future[None]) -> None:
+    work.exception()
+
+
+def _process_of(sock: socket.socket) -> int:
+    """The process that listens at the other end, as the kernel says, not as that process does."""
+    process, _, _ = _CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return int(process)
+
+
+def _held(process: int) -> int:
+    """A descriptor of another process, which stands for it also when its number is another's; or -1."""
+    if process in (0, os.getpid()):
+        return -1
+    try:
+        return os.pidfd_open(process)
+    except (AttributeError, OSError):
+        return -1
+
+
+async def _prove(driver: IpcDriver, mapped: Mapped, nonce: bytes) -> None:
+    """Read the nonce through the path.
+
+    Raises:
+        PeerLostError: It can't be read, or is another one.
+    """
+    reading = off_loop(partial(driver.read, mapped.base, _NONCE), "aiokv-cuda-ipc")
+    try:
+        found = await reading
+    except DeviceError as error:
+        raise PeerLostError(f"its GPU memory can't be read from here: {error}") from error
+    if not hmac.compare_digest(found, nonce):
+        raise PeerLostError("what it wrote is not what can be read here")
+
+
+def _wait_for(reads: Sequence[_Read]) -> None:
+    """Until none is in flight, or for so long. Blocks."""
+    until = time.monotonic() + _PATIENCE_S
+    while any(read.pending() for read in reads) and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+class _Read:
+    """The event of one copy, which counts only if the producer was there until its end."""
+
+    __slots__ = ("_end", "_event", "_failure", "_over")
+
+    def __init__(self, end: _ConsumerEnd, event: Event) -> None:
+        self._end = end
+        self._event = event
+        self._over = False
+        self._failure: DeviceError | None = None
+
+    def pending(self) -> bool:
+        """Whether the copy is in flight; from any thread."""
+        try:
+            return not self._event.done()
+        except DeviceError:
+            return False
+
+    def done(self) -> bool:
+        """Whether the bytes are in place.
+
+        Raises:
+            DeviceError: The copy failed, or the producer was gone when it ended.
+        """
+        if not self._over:
+            try:
+                if not self._event.done():
+                    return False
+            except DeviceError as error:
+                self._failure = error
+            self._over = True
+            if self._failure is None and (self._end.lost or not self._end.alive()):
+                self._failure = DeviceError("the producer was gone before its memory was read")
+                self._failure.__cause__ = self._end.lost_error()
+            self._end.finished(self)
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+
+class _ConsumerEnd(LocalEnd):
+    """Copies from the producer's memory, which stays mapped, and the socket open, while any copy does."""
+
+    def __init__(
+        self,
+        link: bytes,
+        sock: socket.socket,
+        owner: CudaIpcTransport,
+        device: Device,
+        theirs: Sequence[Buffer],
+        mapped: Sequence[Mapped],
+    ) -> None:
+        super().__init__(link, owner.name, sock, owner.ends)
+        self._owner = owner
+        self._device = device
+        self._theirs = theirs
+        self._mapped = mapped
+        #: Copies that were not seen to have ended.
+        self.reading: set[_Read] = set()
+        #: Readable once the producer's process has ended; -1 where that can't be told, or no more.
+        self._process = _held(_process_of(sock))
+        if self._process >= 0:
+            # A child that the producer forked may hold the socket open, but has not its memory.
+            self.watch(self._process)
+
+    @property
+    def pace(self) -> int:
+        """As of a GPU's memory."""
+        return _PACE
+
+    def read(self, plan: CopyPlan, chunk: Chunk, dst: Sequence[Buffer], *, stream: Stream) -> Event:
+        """Enqueue the copy on this engine's own device and ``stream``."""
+        if self.lost:
+            raise self.lost_error()
+        self._device.copy(plan, chunk, self._theirs, dst, stream=stream)
+        read = _Read(self, stream.record())
+        self.reading.add(read)
+        return read
+
+    def finished(self, read: _Read) -> None:
+        """A copy was seen to have ended."""
+        self.reading.discard(read)
+        if self.lost and not self.reading:
+            self.abandon()
+
+    def look(self) -> None:
+        """Ask those copies that nobody asked whether they have ended."""
+        for read in [read for read in self.reading if not read.pending()]:
+            self.finished(read)
+
+    def close(self) -> None:
+        """Read no more, and tell the producer as soon as nothing is being read."""
+        self._end("closed at this end")
+
+    def abandon(self) -> None:
+        """Let go of the socket and the memory, as soon as no copy is in flight."""
+        if self._process >= 0:
+            self._loop.remove_reader(self._process)
+            self._poll.unregister(self._process)
+            os.close(self._process)
+            self._process = -1
+        if self.reading:
+            self._loop.remove_reader(self._sock.fileno())
+            return
+        if self._mapped:
+            self._owner.unmap(self._mapped)
+            self._mapped = ()
+        super().abandon()
