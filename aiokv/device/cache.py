@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
@@ -54,6 +54,8 @@ class KVCache:
         device: Device,
         buffers: tuple[Buffer, ...],
         tensors: Sequence[tuple[torch.Tensor, ...]] = (),
+        *,
+        on_close: Callable[[], None] | None = None,
     ) -> None:
         placement.check(layout)
         self.layout = layout
@@ -61,6 +63,8 @@ class KVCache:
         self.device = device
         self.buffers = buffers
         self._tensors = dict(enumerate(tensors))
+        #: Gives back what was made for this cache alone.
+        self._on_close = on_close
         self._closed = False
         #: How many keep it open.
         self._users = 0
@@ -91,10 +95,11 @@ class KVCache:
 
         Args:
             layout: What it is to hold.
-            device: Where; host memory by default.
+            device: Where: a ``CudaDevice``, say; host memory by default.
 
         Raises:
             CapacityError: There isn't so much memory.
+            DeviceError: The device failed.
         """
         device = device or HostDevice()
         placement = Placement.dense(layout)
@@ -108,7 +113,7 @@ class KVCache:
         *,
         device: Device | None = None,
     ) -> KVCache:
-        """Register an inference engine's CPU tensors, which stay alive as long as the cache.
+        """Register an inference engine's tensors, which stay alive as long as the cache.
 
         Args:
             layout: What the tensors hold.
@@ -117,10 +122,15 @@ class KVCache:
                 interleaved ones too (such as those of all layers into one storage), as long as
                 a head's elements are contiguous. Where the axes end with ``sd``, K and V may be
                 joined in the last axis, of twice the head size.
-            device: What copies; the host by default.
+            device: What copies: a ``CudaDevice`` of the GPU that the tensors are on, which can serve
+                several caches, or the host. By default one is made for where the tensors are; for a
+                GPU that takes a second or more, blocks, and belongs to no loop.
 
         Raises:
-            LayoutMismatch: A tensor isn't what the layout says; the message names the layer.
+            LayoutMismatch: A tensor isn't what the layout says, or is elsewhere than the device; the
+                message names the layer.
+            CapacityError: The GPU hasn't the memory that copies need.
+            DeviceError: The GPU can't be used; the message says what mends it.
         """
         if len(tensors) != layout.layers:
             raise LayoutMismatch(f"{len(tensors)} layers of tensors for a layout of {layout.layers}")
@@ -128,11 +138,31 @@ class KVCache:
             _planes(layer, layout.groups[layout.group_of(layer)], given)
             for layer, given in enumerate(tensors)
         ]
+        where = _whereabouts(kept, device)
         registry = _Registry()
         groups = tuple(_place(group, kept, registry) for group in layout.groups)
-        buffers = registry.buffers()
+        if device is not None:
+            return cls._registered(layout, kept, groups, registry, device, None)
+        if where == "cpu":
+            return cls._registered(layout, kept, groups, registry, HostDevice(), None)
+        from aiokv.device.cuda import CudaDevice
+
+        own = CudaDevice(int(where.removeprefix("cuda:")))
+        return cls._registered(layout, kept, groups, registry, own, own.close)
+
+    @classmethod
+    def _registered(
+        cls,
+        layout: CacheLayout,
+        kept: Sequence[tuple[torch.Tensor, ...]],
+        groups: tuple[GroupPlacement, ...],
+        registry: _Registry,
+        device: Device,
+        on_close: Callable[[], None] | None,
+    ) -> KVCache:
+        buffers = registry.buffers(device)
         placement = Placement(buffers=tuple(buffer.nbytes for buffer in buffers), groups=groups)
-        return cls(layout, placement, device or HostDevice(), buffers, kept)
+        return cls(layout, placement, device, buffers, kept, on_close=on_close)
 
     def tensor(self, layer: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """One layer's memory as a tensor in the layout's axes; K and V as a pair where split.
@@ -181,6 +211,9 @@ class KVCache:
             close = getattr(buffer, "close", None)
             if close is not None:
                 close()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
     def _views(self, layer: int) -> tuple[torch.Tensor, ...]:
         import torch
@@ -193,9 +226,7 @@ class KVCache:
         strides = [by_axis.get(axis, size) // size for axis in group.axes]
         planes = []
         for buffer, offset in place.layers[group.layers.index(layer)]:
-            view: memoryview = self.buffers[buffer].view  # type: ignore[attr-defined]
-            # Not torch.frombuffer: it lets go of the view at once, which could then be unmapped.
-            flat = torch.from_numpy(np.frombuffer(view, dtype=np.uint8))
+            flat = _flat(self.buffers[buffer])
             flat = flat[: flat.numel() // size * size].view(dtype)
             planes.append(flat.as_strided(group.shape, strides, offset // size))
         return tuple(planes)
@@ -217,12 +248,47 @@ class _Registry:
             self._storages.append(storage)
         return self._numbers[key], tensor.data_ptr() - storage.data_ptr()
 
-    def buffers(self) -> tuple[HostBuffer, ...]:
+    def buffers(self, device: Device) -> tuple[Buffer, ...]:
         """One buffer for each storage, which it keeps alive."""
         import torch
 
+        register = getattr(device, "register", None)
+        if register is not None:
+            return tuple(
+                register(storage.data_ptr(), storage.nbytes(), storage) for storage in self._storages
+            )
+
         empty = torch.empty(0, dtype=torch.uint8)
         return tuple(HostBuffer.from_tensor(empty.new_empty(0).set_(storage)) for storage in self._storages)
+
+
+def _flat(buffer: Buffer) -> torch.Tensor:
+    """A buffer as a tensor of bytes, which keeps its memory."""
+    import torch
+
+    made = getattr(buffer, "tensor", None)
+    if made is not None:
+        found: torch.Tensor = made()
+        return found
+    view: memoryview = buffer.view  # type: ignore[attr-defined]
+    # Not torch.frombuffer: it lets go of the view at once, which could then be unmapped.
+    return torch.from_numpy(np.frombuffer(view, dtype=np.uint8))
+
+
+def _whereabouts(tensors: Sequence[tuple[torch.Tensor, ...]], device: Device | None) -> str:
+    """Where all tensors are, as torch names it, once they are known to be in one place, the device's."""
+    found = str(tensors[0][0].device)
+    if not found.startswith(("cpu", "cuda")):
+        raise LayoutMismatch(f"layer 0: on {found}, not in host memory, nor on a GPU")
+    wanted, why = found, "where layer 0 is"
+    if device is not None:
+        wanted, why = getattr(device, "place", "cpu"), "the device's"
+    for layer, planes in enumerate(tensors):
+        for tensor in planes:
+            if str(tensor.device) != wanted:
+                what = "in host memory" if wanted == "cpu" else f"on {wanted}"
+                raise LayoutMismatch(f"layer {layer}: on {tensor.device}, not {what}, {why}")
+    return found
 
 
 def _place(
@@ -263,8 +329,6 @@ def _planes(
         joined = (*group.shape[:-2], 2 * group.head_size)
         planes = tuple(one.view(group.shape) if tuple(one.shape) == joined else one for one in planes)
     for tensor in planes:
-        if tensor.device.type != "cpu":
-            raise LayoutMismatch(f"layer {layer}: on {tensor.device}, not in host memory")
         if tensor.dtype != getattr(torch, group.dtype):
             raise LayoutMismatch(f"layer {layer}: {tensor.dtype}, but the layout says {group.dtype}")
         if tuple(tensor.shape) != group.shape:

@@ -1,0 +1,233 @@
+"""The one kernel: moves pieces between two strided sides, either of which may be packed.
+
+Gather, scatter and copy are the same loop. A side is a base address, the offset of each piece from it,
+and the strides of the loops inside a piece; a packed side has no offsets, and its pieces lie one after
+another in the order of the plan. Each side may be memory of any GPU, or pinned memory of the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from aiokv.device.cudastream import CudaContext, CudaStream
+from aiokv.proto.plan import Section
+
+__all__ = ["Kernels", "Shape", "Side"]
+
+#: Threads of a block, and units that each thread has under way at a time.
+THREADS = 512
+UNROLLED = 4
+#: Units of one launch: index arithmetic is of 32 bits.
+MOST_UNITS = 1 << 30
+
+#: Loops inside a piece: tokens, heads, and K and V; ``minimal`` leaves no more.
+LOOPS = 3
+
+_WORDS = 8 + 3 * LOOPS
+
+_SOURCE = r"""
+struct Job {
+    long long src, dst;          // addresses
+    long long src_at, dst_at;    // addresses of the pieces' offsets; 0: packed
+    long long piece;             // bytes of one piece
+    long long units;             // of all pieces
+    long long run;               // units that adjoin on both sides
+    long long loops;
+    long long shape[LOOPS];
+    long long src_step[LOOPS];
+    long long dst_step[LOOPS];
+};
+
+template <typename T>
+__device__ __forceinline__ void locate(const Job& job, unsigned unit, const T*& from, T*& to) {
+    unsigned rest = unit / (unsigned)job.run;
+    long long src = (long long)(unit - rest * (unsigned)job.run) * (long long)sizeof(T);
+    long long dst = src;
+    #pragma unroll
+    for (int loop = LOOPS - 1; loop >= 0; --loop) {
+        if (loop < (int)job.loops) {
+            unsigned size = (unsigned)job.shape[loop];
+            unsigned over = rest / size;
+            unsigned step = rest - over * size;
+            src += step * job.src_step[loop];
+            dst += step * job.dst_step[loop];
+            rest = over;
+        }
+    }
+    src += job.src_at ? ((const long long*)job.src_at)[rest] : rest * job.piece;
+    dst += job.dst_at ? ((const long long*)job.dst_at)[rest] : rest * job.piece;
+    from = (const T*)(job.src + src);
+    to = (T*)(job.dst + dst);
+}
+
+template <typename T>
+__device__ __forceinline__ void move(const Job& job) {
+    const unsigned units = (unsigned)job.units;
+    const unsigned stride = gridDim.x * blockDim.x;
+    unsigned unit = blockIdx.x * blockDim.x + threadIdx.x;
+    const T* from[UNROLLED];
+    T* to[UNROLLED];
+    T held[UNROLLED];
+    for (; unit + (UNROLLED - 1) * stride < units; unit += UNROLLED * stride) {
+        #pragma unroll
+        for (int i = 0; i < UNROLLED; ++i) locate<T>(job, unit + i * stride, from[i], to[i]);
+        #pragma unroll
+        for (int i = 0; i < UNROLLED; ++i) held[i] = *from[i];
+        #pragma unroll
+        for (int i = 0; i < UNROLLED; ++i) *to[i] = held[i];
+    }
+    for (; unit < units; unit += stride) {
+        locate<T>(job, unit, from[0], to[0]);
+        *to[0] = *from[0];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(512) move16(const Job job) { move<uint4>(job); }
+extern "C" __global__ void __launch_bounds__(512) move4(const Job job) { move<unsigned int>(job); }
+extern "C" __global__ void __launch_bounds__(512) move1(const Job job) { move<unsigned char>(job); }
+""".replace("UNROLLED", str(UNROLLED)).replace("LOOPS", str(LOOPS))
+
+#: Kernels by the bytes that a thread moves at a time, widest first.
+UNITS = (16, 4, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One end of a move.
+
+    Attributes:
+        address: What the offsets are added to.
+        offsets: Address, readable by the GPU, of the offset of the first piece; 0: packed.
+        steps: Byte strides of the loops inside a piece.
+        bits: Of everything that is added to a unit's address, or-ed together: tells what is aligned.
+    """
+
+    address: int
+    offsets: int
+    steps: tuple[int, ...]
+    bits: int
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """What a section's pieces look like to the kernel.
+
+    Attributes:
+        loops: How often, outermost first.
+        run: Bytes that adjoin on both sides.
+    """
+
+    loops: tuple[int, ...]
+    run: int
+
+    @classmethod
+    def of(cls, section: Section) -> Shape:
+        """The shape of a section's pieces."""
+        return cls(section.shape, section.run)
+
+    @cached_property
+    def piece(self) -> int:
+        """Bytes of a piece."""
+        return prod(self.loops) * self.run
+
+    @cached_property
+    def dense(self) -> tuple[int, ...]:
+        """Strides of a piece that is packed."""
+        return tuple(prod(self.loops[i + 1 :]) * self.run for i in range(len(self.loops)))
+
+    def packed(self, address: int) -> Side:
+        """A side whose pieces lie one after another."""
+        return Side(address, 0, self.dense, address | self.run)
+
+
+class Kernels:
+    """The kernels of one GPU, compiled, loaded and launched once. Making it blocks.
+
+    Raises:
+        DeviceError: They can't be compiled or run.
+    """
+
+    def __init__(self, context: CudaContext, scratch: int) -> None:
+        self._context = context
+        self._words = np.zeros(_WORDS, dtype=np.int64)
+        # cupy passes an array of one element by value, and the launch copies it.
+        self._job = self._words.view(np.dtype([("words", np.int64, (_WORDS,))]))
+        try:
+            with context.current():
+                attributes = context.cuda.runtime.getDeviceProperties(context.ordinal)
+                #: Streaming multiprocessors of the GPU.
+                self.processors = int(attributes["multiProcessorCount"])
+                module = context.cuda.cupy.RawModule(code=_SOURCE, options=("-std=c++17",))
+                self._functions = {unit: module.get_function(f"move{unit}").kernel for unit in UNITS}
+                # A kernel is loaded at its first launch, which must not come behind one that spins.
+                stream = CudaStream(context, context.stream(), own=True)
+                shape = Shape((), 16)
+                for unit in UNITS:
+                    self._launch(unit, shape, 1, shape.packed(scratch), shape.packed(scratch + 16), 1, stream)
+                context.cuda.runtime.streamSynchronize(stream.handle)
+        except context.cuda.errors as error:
+            raise context.failed(error, "the copy kernels can't be run") from error
+        except Exception as error:
+            raise context.failed(0, f"the copy kernels can't be compiled: {error}") from error
+
+    def move(
+        self, shape: Shape, pieces: int, src: Side, dst: Side, *, blocks: int, stream: CudaStream
+    ) -> None:
+        """Enqueue the move of some pieces; this GPU is the thread's current one.
+
+        Args:
+            shape: Of each piece.
+            pieces: How many.
+            src: Where they are.
+            dst: Where they go.
+            blocks: The most thread blocks to use: what it takes from a model's kernels.
+            stream: What orders it.
+
+        Raises:
+            DeviceError: It could not be launched.
+        """
+        bits = src.bits | dst.bits | shape.run
+        unit = next(unit for unit in UNITS if not bits % unit)
+        most = max(1, MOST_UNITS * unit // shape.piece)
+        try:
+            for first in range(0, pieces, most):
+                count = min(most, pieces - first)
+                here, there = _advanced(src, shape, first), _advanced(dst, shape, first)
+                self._launch(unit, shape, count, here, there, blocks, stream)
+        except self._context.cuda.errors as error:
+            raise self._context.failed(error, "a copy kernel can't be launched") from error
+
+    def _launch(
+        self, unit: int, shape: Shape, pieces: int, src: Side, dst: Side, blocks: int, stream: CudaStream
+    ) -> None:
+        loops, words = len(shape.loops), self._words
+        units = pieces * shape.piece // unit
+        words[:8] = (
+            src.address,
+            dst.address,
+            src.offsets,
+            dst.offsets,
+            shape.piece,
+            units,
+            shape.run // unit,
+            loops,
+        )
+        if loops:
+            words[8 : 8 + loops] = shape.loops
+            words[8 + LOOPS : 8 + LOOPS + loops] = src.steps
+            words[8 + 2 * LOOPS : 8 + 2 * LOOPS + loops] = dst.steps
+        grid = max(1, min(blocks, -(-units // (THREADS * UNROLLED))))
+        self._functions[unit]((grid,), (THREADS,), (self._job,), stream=stream)
+
+
+def _advanced(side: Side, shape: Shape, pieces: int) -> Side:
+    """The same side, so many pieces later."""
+    if not pieces:
+        return side
+    if side.offsets:
+        return Side(side.address, side.offsets + 8 * pieces, side.steps, side.bits)
+    return Side(side.address + pieces * shape.piece, 0, side.steps, side.bits)
