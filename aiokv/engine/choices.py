@@ -15,6 +15,7 @@ from aiokv.transports.handshake import MAX_STREAMS, STREAMS
 from aiokv.transports.mapping import off_loop
 
 __all__ = [
+    "CUDA_TRANSPORTS",
     "TRANSPORTS",
     "channel_at",
     "checked_binding",
@@ -26,8 +27,10 @@ __all__ = [
     "transports_named",
 ]
 
-#: Transports that an engine uses by default, best first.
+#: Transports that an engine uses by default, best first: with a cache in host memory, and on a GPU.
 TRANSPORTS = ("shm", "cma", "tcp")
+CUDA_TRANSPORTS = ("cuda_ipc", "tcp")
+_NAMES = tuple(dict.fromkeys(TRANSPORTS + CUDA_TRANSPORTS))
 
 #: The module of each channel, by the scheme of its addresses.
 _CHANNELS = MappingProxyType(
@@ -80,15 +83,21 @@ def channel_at(bind: str, advertise: str | None, access: Access = _ANYBODY) -> C
     return ZmqChannel(bind, advertise=advertise, keys=access.keys, allow=access.allow or ())
 
 
-def checked_transports(wanted: Sequence[str | Transport] | None) -> list[str | Transport]:
-    """Names of transports, and transports that the caller made; all there are by default.
+def checked_transports(
+    wanted: Sequence[str | Transport] | None, kind: str = "host"
+) -> list[str | Transport]:
+    """Names of transports, and transports that the caller made; by default all there are.
+
+    Args:
+        wanted: The transports.
+        kind: Of device memory, that the defaults are for.
 
     Raises:
         TypeError: It is no list, or not of names and transports.
         ValueError: It is empty, has one twice, or one that there isn't.
     """
     if wanted is None:
-        return list(TRANSPORTS)
+        return list(CUDA_TRANSPORTS if kind == "cuda" else TRANSPORTS)
     if isinstance(wanted, str):  # a sequence, too, but of letters
         raise TypeError(f"transports is a list of names, not the one name {wanted!r}")
     if not isinstance(wanted, Sequence):
@@ -104,8 +113,8 @@ def checked_transports(wanted: Sequence[str | Transport] | None) -> list[str | T
 
 def _name(transport: str | Transport) -> str:
     if isinstance(transport, str):
-        if transport not in TRANSPORTS:
-            raise ValueError(f"there is no transport {transport!r}; there are {', '.join(TRANSPORTS)}")
+        if transport not in _NAMES:
+            raise ValueError(f"there is no transport {transport!r}; there are {', '.join(_NAMES)}")
         return transport
     methods = all(hasattr(transport, name) for name in ("describe", "start", "connect"))
     if not methods or isinstance(transport, type):
@@ -176,6 +185,10 @@ def _made(name: str, ports: Sequence[int], host: str | None, streams: int) -> Tr
             from aiokv.transports.cma import CmaTransport
 
             return CmaTransport()
+        case "cuda_ipc":
+            from aiokv.transports.cuda_ipc import CudaIpcTransport
+
+            return CudaIpcTransport()
         case _:
             from aiokv.transports.tcp import TcpTransport
 

@@ -143,7 +143,7 @@ class TransferEngine:
         self._clock = clock
         self._trace = trace
         self._bind, self._advertise = bind, advertise
-        self._chosen = checked_transports(transports)
+        self._chosen = checked_transports(transports, cache.device.kind)
         self._data_ports, self._tcp_streams = checked_ports(data_ports), checked_streams(tcp_streams)
         #: The caller's channel; or ours, None until it is made.
         self._channel = channel

@@ -26,7 +26,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Protocol, cast
 
 import msgspec
 
@@ -55,6 +55,17 @@ _CREDENTIALS = struct.Struct("3i")
 
 _Handle = Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Gpu(Device, Protocol):
+    """What is needed of a device of the kind ``cuda``."""
+
+    @property
+    def ordinal(self) -> int:
+        """Its number in this process."""
+
+    def register(self, address: int, nbytes: int, owner: object) -> Buffer:
+        """Memory that there is, as copies take it."""
 
 
 class _Shared(msgspec.Struct, frozen=True, array_like=True):
@@ -113,7 +124,7 @@ class CudaIpcTransport(LocalTransport):
             raise DeviceError(
                 f"cuda_ipc: the cache is {cache.device.kind} memory; only a GPU's can be mapped"
             )
-        ordinal: int = cache.device.ordinal  # type: ignore[attr-defined]
+        ordinal = cast(_Gpu, cache.device).ordinal
         sharing = off_loop(partial(_share, self._make_driver, ordinal, cache.buffers), "aiokv-cuda-ipc")
         try:
             driver, self._nonce_at, shared = await asyncio.shield(sharing)
@@ -146,7 +157,7 @@ class CudaIpcTransport(LocalTransport):
         except msgspec.DecodeError as error:
             raise PeerLostError(f"it doesn't say where its memory is: {error}") from error
         there.check(peer)
-        own = self._is_own(sock)
+        own, gpu = self._is_own(sock), cast(_Gpu, cache.device)
         wanted = [Wanted(peer.incarnation, *each, own) for each in there.allocations]
         if self._driver is None or self._mappings is None:
             raise ClosedError("this cuda_ipc transport is not started")
@@ -155,7 +166,7 @@ class CudaIpcTransport(LocalTransport):
             await _prove(self._driver, mapped[0], there.nonce)
             self._opened()
             theirs = [
-                self._driver.buffer(mapped[number].base + offset, nbytes)
+                gpu.register(mapped[number].base + offset, nbytes, mapped[number])
                 for number, offset, nbytes in there.buffers
             ]
             return _ConsumerEnd(welcome.link, sock, self, cache.device, theirs, mapped)

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from aiokv.device.base import Buffer
 from aiokv.errors import DeviceError
 
-__all__ = ["HANDLE_BYTES", "Allocation", "Borrowed", "CudaIpcDriver", "IpcDriver"]
+__all__ = ["HANDLE_BYTES", "Allocation", "CudaIpcDriver", "IpcDriver"]
 
 #: Size of a handle that names an allocation to other processes.
 HANDLE_BYTES = 64
@@ -33,29 +32,6 @@ class Allocation:
 
     base: int
     nbytes: int
-
-
-class Borrowed:
-    """A range of memory that somebody else keeps in place, as copies take it."""
-
-    __slots__ = ("_address", "_nbytes")
-
-    #: As of any buffer in a GPU's memory.
-    kind = "cuda"
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self._address = address
-        self._nbytes = nbytes
-
-    @property
-    def address(self) -> int:
-        """Address of the first byte, in this process."""
-        return self._address
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self._nbytes
 
 
 class IpcDriver(Protocol):
@@ -84,9 +60,6 @@ class IpcDriver(Protocol):
 
     def read(self, address: int, nbytes: int) -> bytes:
         """What is in device memory now."""
-
-    def buffer(self, address: int, nbytes: int) -> Buffer:
-        """A part of an allocation as the device's copies take it. Never blocks."""
 
 
 class _Handle(ctypes.Structure):
@@ -234,7 +207,3 @@ class CudaIpcDriver:
         with self._stream() as stream:
             self._call("cuMemcpyDtoHAsync_v2", data, address, nbytes, stream)
         return data.raw
-
-    def buffer(self, address: int, nbytes: int) -> Buffer:
-        """A part of an allocation as the device's copies take it."""
-        return Borrowed(address, nbytes)

@@ -16,6 +16,7 @@ import aiokv
 from aiokv.control.streams import StreamChannel
 from aiokv.control.zmq import ZmqChannel
 from aiokv.engine.choices import (
+    CUDA_TRANSPORTS,
     TRANSPORTS,
     channel_at,
     checked_binding,
@@ -33,6 +34,9 @@ from aiokv.transports.tcp import TcpTransport
 def test_by_default_all_transports_are_used_best_first() -> None:
     assert [transport.name for transport in transports_named(None)] == list(TRANSPORTS)
     assert [transport.name for transport in transports_named(["tcp", "shm"])] == ["tcp", "shm"]
+    assert checked_transports(None, "cuda") == list(CUDA_TRANSPORTS)
+    for name in CUDA_TRANSPORTS:
+        assert transports_named([name])[0].name == name
 
 
 def test_a_transport_of_the_callers_is_taken_as_it_is() -> None:

@@ -31,6 +31,14 @@ class FakeCuda(MockedDevice):
         self.memory.append(buffer)
         return buffer
 
+    def register(self, address: int, nbytes: int, owner: object) -> Buffer:
+        for buffer in self.memory:
+            if (buffer.address, buffer.nbytes) == (address, nbytes):
+                return buffer  # whose hazards are found
+            if buffer.address <= address < buffer.address + buffer.nbytes:
+                return Part(buffer, address - buffer.address, nbytes)
+        raise DeviceError(f"no memory at {address:#x}")
+
 
 class Part:
     """A part of a fake allocation."""
@@ -98,12 +106,6 @@ class FakeDriver:
         buffer = self._at(address)
         offset = address - buffer.address
         return buffer.bytes[offset : offset + nbytes].tobytes()
-
-    def buffer(self, address: int, nbytes: int) -> Buffer:
-        buffer = self._at(address)
-        if (buffer.address, buffer.nbytes) == (address, nbytes):
-            return buffer  # whose hazards are found
-        return Part(buffer, address - buffer.address, nbytes)
 
 
 class Apart(CudaIpcTransport):
