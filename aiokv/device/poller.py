@@ -135,11 +135,11 @@ class CompletionPoller:
                 that is watched late is seen no sooner than those watched before it.
             callback: Gets None, or why the event will never be done. What it raises goes to the
                 loop's exception handler and stops nothing.
-            expected_ns: How many nanoseconds from now it should be done, by the caller's best
-                knowledge (bytes over a rate, and what is queued before it on the stream); 0 when
-                nothing is known. It need not be exact, for the poller corrects it by what it
-                sees, but it must not be taken from when callbacks came: that includes what the
-                poller overslept.
+            expected_ns: How many nanoseconds it should take from when the stream comes to it, by the
+                caller's best knowledge (bytes over a rate); 0 when nothing is known. What was watched
+                before it on the stream is accounted for here. It need not be exact, for the poller
+                corrects it by what it sees, but it must not be taken from when callbacks came: that
+                includes what the poller overslept.
 
         Raises:
             ClosedError: The poller was closed.
@@ -147,14 +147,14 @@ class CompletionPoller:
         if self._closed:
             raise ClosedError("the completion poller was closed")
         now = self._clock()
-        sleep_ns, pace_ns = self._expectations.outlook(stream, expected_ns)
         lane = self._lanes.get(stream)
         if lane is None:
             lane = self._lanes[stream] = Lane(stream)
-        watch = Watch(event, callback, expected_ns, now, now + sleep_ns, pace_ns)
+        watch = Watch(event, callback, expected_ns, now)
         self._pending += 1
         if not lane.add(watch):
             return
+        lane.begin(now, self._expectations.outlook(stream, expected_ns))
         # The loop is awake anyway, so this look costs no wake-up.
         if _over(event):
             # Whoever watches after the fact teaches nothing about durations.
@@ -265,13 +265,16 @@ class CompletionPoller:
         watch, finding = lane.over(now)
         if error is not None:
             self._failed += 1
-        elif finding.polled_ns is None:
-            self._expectations.overslept(lane.stream, watch.expected_ns)
-        else:
+        elif finding.polled_ns is not None:
             self._expectations.polled(lane.stream, watch.expected_ns, finding.polled_ns)
             self._polled += 1
             self._lag_ns += finding.gap_ns
             self._lag_max_ns = max(self._lag_max_ns, finding.gap_ns)
+        elif finding.overslept:
+            self._expectations.overslept(lane.stream, watch.expected_ns)
+        if lane.watches:
+            lane.begin(now, self._expectations.outlook(lane.stream, lane.watches[0].expected_ns))
+            lane.look_at = now  # the loop is awake anyway
         self._pending -= 1
         self._delivered += 1
         try:
