@@ -22,7 +22,7 @@ from aiokv.proto.plan import Chunk, CopyPlan, GroupBlocks, Side, plan_copy
 from aiokv.transports.base import Link, PartId, PeerInfo, Transport
 from aiokv.transports.mapping import off_loop
 
-__all__ = ["PATIENCE_S", "Engine", "Part", "Path", "TransportKit", "bytes_of", "done"]
+__all__ = ["PATIENCE_S", "Engine", "Part", "Path", "TransportKit", "bytes_of", "contents", "done", "fill"]
 
 #: Seconds for what should take milliseconds.
 PATIENCE_S = 20.0
@@ -68,7 +68,7 @@ class TransportKit(abc.ABC):
         """One engine's data plane, started: a cache of random bytes and a transport that serves it."""
         cache = await self.cache(layout)
         for buffer in cache.buffers:
-            bytes_of(buffer)[:] = self.bytes.integers(0, 256, buffer.nbytes, dtype=np.uint8)
+            fill(buffer, self.bytes.integers(0, 256, buffer.nbytes, dtype=np.uint8))
         transport = self.make_transport()
         self._transports.append(transport)
         await transport.start(cache, _HOST)
@@ -106,7 +106,7 @@ class Engine:
 
     def copy_of_memory(self) -> list[NDArray[np.uint8]]:
         """All that its buffers hold now."""
-        return [bytes_of(buffer).copy() for buffer in self.cache.buffers]
+        return [contents(buffer) for buffer in self.cache.buffers]
 
     async def read_from(self, producer: Engine) -> Path:
         """A link from ``producer`` to this engine, and the producer's end of it."""
@@ -227,6 +227,26 @@ def _place(side: Side, layer: int, half: int, token: int, head: int) -> tuple[in
     buffer, offset = place.layers[layer][half if group.split else 0]
     offset += block * stride_b + token % group.block_size * stride_t + (head - group.heads[0]) * stride_h
     return buffer, offset + (0 if group.split else half * stride_s), group.head_bytes
+
+
+def contents(buffer: object) -> NDArray[np.uint8]:
+    """A copy of what a buffer holds now; of a GPU's memory too, where it may block."""
+    for name in ("contents", "tensor"):  # of a kit's own buffers, and of a GPU's
+        if (method := getattr(buffer, name, None)) is not None:
+            found = method()
+            return np.array(found.cpu() if name == "tensor" else found)
+    return bytes_of(buffer).copy()
+
+
+def fill(buffer: object, data: NDArray[np.uint8]) -> None:
+    """Write ``data`` to all of a buffer; it is in place afterwards."""
+    if (tensor := getattr(buffer, "tensor", None)) is None:
+        bytes_of(buffer)[:] = data
+        return
+    import torch
+
+    tensor().copy_(torch.from_numpy(data))
+    torch.cuda.synchronize()
 
 
 def bytes_of(buffer: object) -> NDArray[np.uint8]:
