@@ -211,7 +211,7 @@ class Core:
                 self.table.fail(part, error)
             else:
                 self._connect(part)
-        if error is not None and not session.live and not self.table.waiting.waits(session):
+        if error is not None and not session.live and not session.parked:
             # Where nobody lets us in another one may live by now: the next attempt asks who it is.
             self.peers.end(session, error, tell=True)
 

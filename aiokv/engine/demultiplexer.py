@@ -164,7 +164,9 @@ class Demultiplexer:
             self._reset(frame, "session", "this session is over")
             return True
         if len(others) >= _MOST_SESSIONS:
-            self._peers.end(others[min(others)], PeerLostError(f"{hello.address} began others"))
+            # Idle ones first, and of those the oldest.
+            oldest = min(others, key=lambda stream: (others[stream].busy, stream))
+            self._peers.end(others[oldest], PeerLostError(f"{hello.address} began others"))
         for other in others.values():
             # The peer gave it up, and says so when asked. Or it calls us by several names, and
             # doesn't know that they are one engine's: then all go on.

@@ -173,7 +173,7 @@ class Peers:
         idle = [
             peer
             for peer in self._peers.values()
-            if not any(each.live or each.wants_to_send for each in sessions.get(peer.address, ()))
+            if not any(each.busy for each in sessions.get(peer.address, ()))
         ]
         if not idle:
             raise CapacityError(f"there are {len(self._peers)} peers with live transfers, as many as allowed")

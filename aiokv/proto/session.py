@@ -125,6 +125,8 @@ class Session:
         self.error: AiokvError | None = None
         #: Parts that this session carries. Heartbeats flow only while there are any.
         self.live = 0
+        #: Requests of the peer's that wait here for their other half.
+        self.parked = 0
         #: Whether it ever carried one: this side, and not the peer alone, had a use for it.
         self.used = False
         #: Producer side: the latest lease that the peer was told of (ns).
@@ -152,6 +154,11 @@ class Session:
 
     def __repr__(self) -> str:
         return f"<Session {self.mine}/{self.theirs} with {self.address} {self.phase.value} live={self.live}>"
+
+    @property
+    def busy(self) -> bool:
+        """Whether its end would be the end of something, or keep something from being said."""
+        return bool(self.live or self.parked or self.wants_to_send)
 
     # -- what is to be sent
 

@@ -41,12 +41,12 @@ class Waiting:
     def __init__(self, per_peer: int) -> None:
         self._per_peer = per_peer
         self._parked: dict[tuple[Key, Role], list[Parked]] = {}
-        self._counts: dict[Session, int] = {}
+        self._size = 0
         self._timers: Timers[Parked] = Timers(lambda parked: parked.gone)
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return sum(self._counts.values())
+        return self._size
 
     def park(self, session: Session, message: Grant | Offer, sender: Role, deadline: int) -> str:
         """Let a request wait.
@@ -54,20 +54,17 @@ class Waiting:
         Returns:
             Why it may not, as the reason of a refusal; empty if it waits.
         """
-        if self._counts.get(session, 0) >= self._per_peer:
+        if session.parked >= self._per_peer:
             return "capacity"
         waiting = self._parked.setdefault(((message.tid, message.attempt), sender), [])
         if any(each.session is session for each in waiting):
             return "duplicate"
         parked = Parked(session, message, deadline)
         waiting.append(parked)
-        self._counts[session] = self._counts.get(session, 0) + 1
+        session.parked += 1
+        self._size += 1
         self._timers.set(deadline, parked)
         return ""
-
-    def waits(self, session: Session) -> bool:
-        """Whether a request of this session waits."""
-        return session in self._counts
 
     def claim(self, key: Key, sender: Role) -> list[Parked]:
         """The other half is here: all that waited for it, in order of arrival."""
@@ -86,7 +83,7 @@ class Waiting:
 
     def lost(self, session: Session) -> None:
         """The peer's session is over, and with it all that it asked for."""
-        if session not in self._counts:
+        if not session.parked:
             return
         for key, sender in list(self._parked):
             self.withdraw(session, key, sender)
@@ -108,9 +105,8 @@ class Waiting:
 
     def _leave(self, parked: Parked) -> None:
         parked.gone = True
-        self._counts[parked.session] -= 1
-        if not self._counts[parked.session]:
-            del self._counts[parked.session]
+        parked.session.parked -= 1
+        self._size -= 1
 
     def _sweep(self, key: Key, sender: Role) -> None:
         kept = [parked for parked in self._parked.get((key, sender), []) if not parked.gone]

@@ -13,6 +13,7 @@ from aiokv.engine.engine import TransferEngine
 from aiokv.engine.transfer import Offer
 from aiokv.errors import CapacityError, LayoutMismatch, PeerLostError, Refused
 from aiokv.proto.messages import (
+    Grant,
     Frame,
     Hello,
     Landed,
@@ -401,7 +402,11 @@ async def test_who_begins_ever_new_sessions_has_but_a_few() -> None:
             raw.stream = stream
             raw.say(VERSION_1)
             await settle(a)
+            if stream == 1:
+                raw.say(Grant("early", 0, 30_000_000, "memory", b"link", 0, -1, ()), seq=1, yours=1)
+                await settle(a)
         assert a.statistics().sessions <= 9
+        assert a.statistics().parked == 1, "idle sessions end first"
         raw.incarnation = b"another life...."
         raw.say(VERSION_1)
         await settle(a)
@@ -421,6 +426,24 @@ async def test_an_idle_peer_gives_way_to_another_and_may_come_back() -> None:
                 await transfer(a, other, f"{round_} to {other.address}", source=(1, 2))
                 assert a.statistics().sessions <= 2
         check_idle(a, *others)
+
+
+@virtual_time
+async def test_a_peer_whose_request_waits_is_not_idle() -> None:
+    async with Engines() as engines:
+        a = await engines.add("a", settings=Settings(peers=2))
+        b, c, d = [await engines.add(name) for name in "bcd"]
+        async with b.fetch("early", [3], sources=[a.address]) as early:
+            await settle(a)
+            assert a.statistics().parked == 1
+            for other in (c, d):
+                await transfer(a, other, f"to {other.address}", source=(1, 2))
+            async with a.offer("early", [4]) as offer:
+                for layer in range(a.cache.layout.layers):
+                    offer.layer_ready(layer)
+                await early.wait()
+        assert a.statistics().parked == 0
+        check_idle(a, b, c, d)
 
 
 @virtual_time

@@ -58,9 +58,9 @@ def test_grants_and_offers_of_one_id_are_apart(waiting: Waiting) -> None:
 def test_it_is_known_of_whom_something_waits(waiting: Waiting) -> None:
     peer, other = session("memory://peer"), session("memory://other")
     waiting.park(peer, grant(), "consumer", 50)
-    assert (waiting.waits(peer), waiting.waits(other)) == (True, False)
+    assert (peer.parked, other.parked) == (1, 0)
     waiting.claim(KEY, "consumer")
-    assert not waiting.waits(peer)
+    assert not peer.parked
 
 
 def test_the_same_request_twice_may_not_wait(waiting: Waiting) -> None:

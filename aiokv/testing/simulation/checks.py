@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -130,9 +131,13 @@ def going_on(world: World) -> Iterator[str]:
         if sum(flying) > core.mover.in_flight or min(flying, default=0) < 0:
             yield f"{process.name}: {core.mover.in_flight} chunks in flight, of movements {flying}"
         most = core.settings.parked_per_peer
-        for session, count in core.table.waiting._counts.items():
-            if count > most:
-                yield f"{process.name}: {count} requests of one peer are parked, {most} is the most"
+        waiting = core.table.waiting
+        parked = Counter(each.session for listed in waiting._parked.values() for each in listed)
+        if len(waiting) != parked.total():
+            yield f"{process.name}: {len(waiting)} requests are said to be parked, of {parked.total()}"
+        for session, count in parked.items():
+            if count != session.parked or count > most:
+                yield f"{process.name}: {count} requests of {session} are parked ({session.parked}, at most {most})"
             if session.phase is Phase.ENDED:
                 yield f"{process.name}: requests of {session} are still parked"
 
