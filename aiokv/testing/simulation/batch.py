@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
+from aiokv.testing.parent import end_with
 from aiokv.testing.simulation.run import run_seed
 
 __all__ = ["Summary", "play_seeds"]
@@ -33,9 +35,16 @@ def play_seeds(seeds: range, jobs: int) -> Iterator[Summary]:
             yield from _play(chunk)
         return
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_spare_the_collector) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(os.getpid(),)) as pool:
         for found in pool.map(_play, chunks):
             yield from found
+
+
+def _begin(parent: int) -> None:
+    """In a process of the pool, before it plays."""
+    if not end_with(parent):
+        os._exit(1)
+    _spare_the_collector()
 
 
 def _spare_the_collector() -> None:
