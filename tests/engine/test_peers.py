@@ -13,8 +13,8 @@ from aiokv.engine.engine import TransferEngine
 from aiokv.engine.transfer import Offer
 from aiokv.errors import CapacityError, LayoutMismatch, PeerLostError, Refused
 from aiokv.proto.messages import (
-    Grant,
     Frame,
+    Grant,
     Hello,
     Landed,
     Message,

@@ -137,7 +137,8 @@ def going_on(world: World) -> Iterator[str]:
             yield f"{process.name}: {len(waiting)} requests are said to be parked, of {parked.total()}"
         for session, count in parked.items():
             if count != session.parked or count > most:
-                yield f"{process.name}: {count} requests of {session} are parked ({session.parked}, at most {most})"
+                known = f"{session.parked} known of, {most} at most"
+                yield f"{process.name}: {count} requests of {session} are parked ({known})"
             if session.phase is Phase.ENDED:
                 yield f"{process.name}: requests of {session} are still parked"
 
