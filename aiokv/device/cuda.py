@@ -11,7 +11,9 @@ from functools import partial
 
 from aiokv.device.base import Buffer, Stream
 from aiokv.device.cudacopy import CopyEngine
+from aiokv.device.cudacosts import PATHS, TYPICAL, CopyCosts
 from aiokv.device.cudalibrary import Cuda, load
+from aiokv.device.cudameasure import measured
 from aiokv.device.cudamemory import CudaBuffer, PinnedBuffer, allocate, pin
 from aiokv.device.cudastream import CudaContext, CudaEvent, CudaStream, adopted
 from aiokv.device.host import HostBuffer
@@ -29,7 +31,11 @@ class CudaDevice:
 
     Args:
         ordinal: CUDA's number of the GPU.
-        offsets_bytes: GPU and pinned memory for the block lists of plans in flight.
+        staging_bytes: GPU memory that small fragments are gathered in on their way to the host and back.
+        offsets_bytes: GPU memory, and as much pinned memory, for the block lists of plans in flight.
+        costs: What ways of copying cost; measured in a fraction of a second by default.
+        path: The way of copying between GPU and host, one of ``cudacosts.PATHS``, wherever it can be
+            gone; None: the cheapest.
         cuda: The libraries; found by default.
 
     Raises:
@@ -41,12 +47,35 @@ class CudaDevice:
     #: How long submitting copies may hold the event loop in one turn, in seconds.
     budget_s = 0.0005
 
-    def __init__(self, ordinal: int = 0, *, offsets_bytes: int = 8 << 20, cuda: Cuda | None = None) -> None:
+    def __init__(
+        self,
+        ordinal: int = 0,
+        *,
+        staging_bytes: int = 24 << 20,
+        offsets_bytes: int = 8 << 20,
+        costs: CopyCosts | None = None,
+        path: str | None = None,
+        cuda: Cuda | None = None,
+    ) -> None:
+        if path is not None and path not in PATHS:
+            raise ValueError(f"path is one of {', '.join(PATHS)}, not {path!r}")
         self.ordinal = ordinal
         self.context = CudaContext(cuda or load(), ordinal)
         #: Where its memory is, as torch names it.
         self.place = f"cuda:{ordinal}"
-        self._engine = CopyEngine(self.context, offsets_bytes=offsets_bytes)
+        try:
+            self._engine = CopyEngine(
+                self.context,
+                offsets_bytes=offsets_bytes,
+                staging_bytes=staging_bytes,
+                costs=costs or TYPICAL,
+                path=path,
+            )
+            if costs is None:
+                self._engine.costs = measured(self.context, self._engine)
+        except BaseException:
+            self.context.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<CudaDevice {self.ordinal}{' lost' if self.lost else ''}>"
@@ -55,6 +84,11 @@ class CudaDevice:
     def lost(self) -> DeviceError | None:
         """Why nothing works on this GPU any more in this process; None while it does."""
         return self.context.lost
+
+    @property
+    def costs(self) -> CopyCosts:
+        """What ways of copying between this GPU and the host cost; its text is a table."""
+        return self._engine.costs
 
     # -- memory
 
@@ -84,7 +118,7 @@ class CudaDevice:
         Raises:
             CapacityError: There isn't so much, or so much can't be pinned.
         """
-        return await off_loop(lambda: self.pin_now(HostBuffer.allocate(nbytes)), "aiokv-pin")
+        return await off_loop(partial(self._pinned, nbytes), "aiokv-pin")
 
     async def pin(self, host: HostBuffer, *, readonly: bool = False) -> PinnedBuffer:
         """Pin host memory that there is, off the loop. It then belongs to what is returned.
@@ -102,6 +136,14 @@ class CudaDevice:
     def pin_now(self, host: HostBuffer, *, readonly: bool = False) -> PinnedBuffer:
         """The same, at once; blocks."""
         return pin(self.context, host, readonly=readonly)
+
+    def _pinned(self, nbytes: int) -> PinnedBuffer:
+        host = HostBuffer.allocate(nbytes)
+        try:
+            return self.pin_now(host)
+        except BaseException:
+            host.close()
+            raise
 
     # -- streams
 

@@ -1,53 +1,81 @@
-"""The copy engine: what moves a chunk, and how."""
+"""The copy engine: carries out chunks of plans on one GPU, each in the way that costs least.
+
+Within the GPU's memory, and from GPU to GPU, one kernel moves a chunk. Between a GPU and the host
+there are four ways, and which is best depends on the fragments and on the machine: see ``cudacosts``.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
 
 from aiokv.device.base import Buffer, Stream
+from aiokv.device.cudacosts import CopyCosts
+from aiokv.device.cudaends import End, Extents, Fragments, Move, checked, packed, strided
 from aiokv.device.cudakernels import Kernels, Shape, Side
-from aiokv.device.cudamemory import CudaBuffer, PinnedBuffer
+from aiokv.device.cudamemory import PinnedBuffer, allocate
 from aiokv.device.cudaoffsets import OffsetStore
+from aiokv.device.cudaring import Ring
 from aiokv.device.cudastream import CudaContext, CudaStream
-from aiokv.errors import ClosedError, DeviceError
-from aiokv.proto.plan import Chunk, Copy, CopyPlan
+from aiokv.errors import DeviceError
+from aiokv.proto.plan import Chunk, Copy, CopyPlan, Section
 
 __all__ = ["CopyEngine"]
 
 #: Thread blocks for each multiprocessor where the GPU's own memory is the limit.
 _BLOCKS_PER_PROCESSOR = 4
-#: Thread blocks where PCIe is: enough to reach it, and little taken from the model.
+#: Thread blocks that gather into staging memory: faster than PCIe by far, and few.
+_BLOCKS_STAGING = 32
+#: Thread blocks that reach through PCIe by themselves.
 _BLOCKS_TO_HOST = 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Packed:
-    """A chunk's bytes in plan order."""
-
-    buffer: Buffer
-    offset: int
+#: Handles up to this one are default streams, which batches can't be enqueued on.
+_DEFAULT_STREAMS = 2
+#: cudaMemcpyKind by whether the source and the destination are on the host.
+_KINDS = MappingProxyType({(True, True): 0, (True, False): 1, (False, True): 2, (False, False): 3})
 
 
 class CopyEngine:
-    """Carries out the chunks of plans on one GPU. Belongs to the loop's thread.
+    """Belongs to the loop's thread. Making it blocks.
 
     Args:
         context: The GPU.
-        offsets_bytes: Memory for offsets.
+        offsets_bytes: Memory for the offsets of plans.
+        staging_bytes: GPU memory that is gathered into and sent from.
+        costs: What ways of copying cost.
+        path: The way to go wherever it can be gone, whatever it costs; None: the cheapest.
     """
 
-    def __init__(self, context: CudaContext, *, offsets_bytes: int) -> None:
+    def __init__(
+        self,
+        context: CudaContext,
+        *,
+        offsets_bytes: int,
+        staging_bytes: int,
+        costs: CopyCosts,
+        path: str | None = None,
+    ) -> None:
         self._context = context
+        self.costs = costs
+        self.path = path
         self._offsets = OffsetStore(context, offsets_bytes)
-        self._kernels = Kernels(context, self._offsets.address)
+        self.kernels = Kernels(context, self._offsets.address)
+        self._staging = allocate(context, staging_bytes, zeroed=False)
+        self._ring = Ring(staging_bytes)
+        #: The most of it that one gather fills, so that the next can go on while this is sent.
+        self._part = staging_bytes // 3
+        self._fragments: weakref.WeakKeyDictionary[Section, Fragments] = weakref.WeakKeyDictionary()
 
     def copy(
         self, plan: CopyPlan, chunk: Chunk, src: Sequence[Buffer], dst: Sequence[Buffer], stream: Stream
     ) -> None:
         """See ``CudaDevice.copy``."""
-        copy = _checked(plan, chunk)
-        self._move(copy, chunk, _buffer(src, copy.src_buffer), _buffer(dst, copy.dst_buffer), stream)
+        copy = checked(plan, chunk)
+        here = strided(src, copy.src_buffer, copy.src_base, copy.section.src_reach)
+        there = strided(dst, copy.dst_buffer, copy.dst_base, copy.section.dst_reach)
+        self._move(copy, chunk, here, there, stream)
 
     def gather(
         self,
@@ -59,8 +87,9 @@ class CopyEngine:
         stream: Stream,
     ) -> None:
         """See ``CudaDevice.gather``."""
-        copy = _checked(plan, chunk)
-        self._move(copy, chunk, _buffer(src, copy.src_buffer), _Packed(staging, offset), stream)
+        copy = checked(plan, chunk)
+        here = strided(src, copy.src_buffer, copy.src_base, copy.section.src_reach)
+        self._move(copy, chunk, here, packed(staging, offset, chunk.nbytes), stream)
 
     def scatter(
         self,
@@ -72,80 +101,199 @@ class CopyEngine:
         stream: Stream,
     ) -> None:
         """See ``CudaDevice.scatter``."""
-        copy = _checked(plan, chunk)
-        self._move(copy, chunk, _Packed(staging, offset), _buffer(dst, copy.dst_buffer), stream)
+        copy = checked(plan, chunk)
+        there = strided(dst, copy.dst_buffer, copy.dst_base, copy.section.dst_reach)
+        self._move(copy, chunk, packed(staging, offset, chunk.nbytes), there, stream)
 
     def close(self) -> None:
         """Give the memory back."""
         self._offsets.close()
+        self._staging.close()
 
-    def _move(
-        self, copy: Copy, chunk: Chunk, source: Buffer | _Packed, target: Buffer | _Packed, stream: Stream
-    ) -> None:
+    # -- which way
+
+    def _move(self, copy: Copy, chunk: Chunk, src: End, dst: End, stream: Stream) -> None:
         if not isinstance(stream, CudaStream) or stream.ordinal != self._context.ordinal:
             raise DeviceError(f"{stream!r} is no stream of CUDA device {self._context.ordinal}")
+        if isinstance(dst.memory, PinnedBuffer) and dst.memory.readonly:
+            raise DeviceError(f"{dst.memory!r} can only be read")
         self._context.check()
-        section = copy.section
-        here = _reached(source, copy.src_base + section.src_reach, chunk)
-        there = _reached(target, copy.dst_base + section.dst_reach, chunk)
-        if isinstance(there, PinnedBuffer) and there.readonly:
-            raise DeviceError(f"{there!r} can only be read")
+        fragments = self._fragments.get(copy.section)
+        if fragments is None:
+            fragments = self._fragments[copy.section] = Fragments(copy.section)
+        self.run(Move(copy, chunk.lo, chunk.hi, src, dst, fragments), stream)
+
+    def run(self, move: Move, stream: CudaStream, path: str | None = None) -> None:
+        """Enqueue a move.
+
+        Args:
+            move: What and where.
+            stream: What orders it.
+            path: The way; None: the cheapest.
+
+        Raises:
+            DeviceError: It could not be submitted.
+        """
+        path = path or self._chosen(move, stream)
         with self._context.current():
-            uploaded = self._offsets.upload(section, stream)
-            if uploaded is None:
-                raise DeviceError("no room for offsets")
-            shape = Shape.of(section)
-            src = (
-                shape.packed(here.address + source.offset)
-                if isinstance(source, _Packed)
-                else Side(
-                    here.address + copy.src_base,
-                    uploaded.src + 8 * chunk.lo,
-                    section.src_strides,
-                    (here.address + copy.src_base) | uploaded.src_bits,
-                )
-            )
-            dst = (
-                shape.packed(there.address + target.offset)
-                if isinstance(target, _Packed)
-                else Side(
-                    there.address + copy.dst_base,
-                    uploaded.dst + 8 * chunk.lo,
-                    section.dst_strides,
-                    (there.address + copy.dst_base) | uploaded.dst_bits,
-                )
-            )
-            on_host = isinstance(here, PinnedBuffer) or isinstance(there, PinnedBuffer)
-            blocks = _BLOCKS_TO_HOST if on_host else _BLOCKS_PER_PROCESSOR * self._kernels.processors
+            if path == "staged":
+                self._run_staged(move, stream)
+                return
             stream.gate = None
-            self._kernels.move(shape, chunk.hi - chunk.lo, src, dst, blocks=blocks, stream=stream)
+            if path == "kernel" and self._run_kernel(move, stream):
+                return
+            # DMA is also what is left when there is no room for offsets.
+            extents = move.extents()
+            if path == "batch":
+                self._run_batch(move, extents, stream)
+            else:
+                self._dma(move, extents, stream)
+
+    def allowed(self, move: Move, stream: CudaStream) -> set[str]:
+        """The ways that can be gone."""
+        found = {"kernel", "plain"}
+        if move.src.on_host == move.dst.on_host:
+            # The host can't be asked to copy within its own memory without waiting for it.
+            return {"kernel"} if move.src.on_host else found
+        if self._context.cuda.calls.batches and stream.ptr > _DEFAULT_STREAMS:
+            found.add("batch")
+        # Staging memory is for what moves by itself: a stream that is held up would keep it from all others.
+        if move.copy.section.piece_bytes <= self._part and not stream.held:
+            found.add("staged")
+        return found
+
+    def _chosen(self, move: Move, stream: CudaStream) -> str:
+        allowed = self.allowed(move, stream)
+        if self.path in allowed:
+            return self.path
+        if move.src.on_host == move.dst.on_host:
+            return "plain" if "plain" in allowed and move.count == 1 else "kernel"
+        direction = "to_device" if move.src.on_host else "to_host"
+        return self.costs.best(direction, move.count, move.host_count, move.nbytes, allowed)
+
+    # -- the ways
+
+    def _run_kernel(self, move: Move, stream: CudaStream) -> bool:
+        on_host = move.src.on_host or move.dst.on_host
+        blocks = _BLOCKS_TO_HOST if on_host else _BLOCKS_PER_PROCESSOR * self.kernels.processors
+        return self._launch(move, move.lo, move.hi, move.src, move.dst, blocks, stream)
+
+    def _launch(
+        self, move: Move, lo: int, hi: int, src: End, dst: End, blocks: int, stream: CudaStream
+    ) -> bool:
+        """Move some pieces by a kernel; False if there is no room for their offsets."""
+        section = move.copy.section
+        uploaded = self._offsets.upload(section, stream)
+        if uploaded is None:
+            return False
+        shape = Shape.of(section)
+        here = (
+            shape.packed(src.address)
+            if src.packed
+            else Side(
+                src.address,
+                uploaded.src + 8 * lo,
+                section.src_strides,
+                src.address | move.fragments.src_bits,
+            )
+        )
+        there = (
+            shape.packed(dst.address)
+            if dst.packed
+            else Side(
+                dst.address,
+                uploaded.dst + 8 * lo,
+                section.dst_strides,
+                dst.address | move.fragments.dst_bits,
+            )
+        )
+        self.kernels.move(shape, hi - lo, here, there, blocks=blocks, stream=stream)
+        return True
+
+    def _run_staged(self, move: Move, stream: CudaStream) -> None:
+        """Through staging memory, a part at a time, on two streams: one goes ahead of the other.
+
+        To the host the companion gathers and ``stream`` sends; from the host the companion fetches and
+        ``stream`` scatters. So whatever comes after on ``stream`` comes after all of it. The companion
+        follows ``stream`` once, and not again as long as nothing but copies of the same direction was
+        enqueued there: those don't touch what it reads.
+        """
+        size = move.copy.section.piece_bytes
+        step = max(1, self._part // size)
+        ahead = stream.companion
+        if ahead is None:
+            ahead = stream.companion = CudaStream(self._context, self._context.stream(), own=True)
+        direction = "to_device" if move.src.on_host else "to_host"
+        if stream.gate != direction:
+            ahead.follow(stream.record())
+            stream.gate = direction
+        for lo in range(move.lo, move.hi, step):
+            hi = min(lo + step, move.hi)
+            nbytes = (hi - lo) * size
+            start = self._ring.take(nbytes, ahead)
+            staging = End(self._staging, self._staging.address + start, packed=True)
+            last = ahead
+            try:
+                past = (lo - move.lo) * size
+                src = End(move.src.memory, move.src.address + past, True) if move.src.packed else move.src
+                dst = End(move.dst.memory, move.dst.address + past, True) if move.dst.packed else move.dst
+                first = Move(move.copy, lo, hi, src, staging, move.fragments)
+                second = Move(move.copy, lo, hi, staging, dst, move.fragments)
+                self._half(first, ahead)
+                stream.follow(ahead.record())
+                last = stream
+                self._half(second, stream)
+            finally:
+                self._ring.used(start, nbytes, last.record())
+
+    def _half(self, move: Move, stream: CudaStream) -> None:
+        """Between staging memory and the GPU's by a kernel, or between it and the host's by DMA."""
+        if move.src.on_host or move.dst.on_host:
+            self._dma(move, _at_host(move), stream)
+        elif not self._launch(move, move.lo, move.hi, move.src, move.dst, _BLOCKS_STAGING, stream):
+            self._dma(move, move.extents(), stream)
+
+    def _dma(self, move: Move, extents: Extents, stream: CudaStream) -> None:
+        """One DMA for each range."""
+        kind = _KINDS[move.src.on_host, move.dst.on_host]
+        runtime = self._context.cuda.runtime
+        src, dst, lengths = (array.tolist() for array in _within_pieces(move, extents))
+        try:
+            for source, target, length in zip(src, dst, lengths, strict=True):
+                runtime.memcpyAsync(target, source, length, kind, stream.ptr)
+        except self._context.cuda.errors as error:
+            raise self._context.failed(error, "a DMA can't be enqueued") from error
+
+    def _run_batch(self, move: Move, extents: Extents, stream: CudaStream) -> None:
+        src, dst, lengths = (np.ascontiguousarray(array) for array in _within_pieces(move, extents))
+        status = self._context.cuda.calls.batch(dst, src, lengths, stream.ptr)
+        if status:
+            raise self._context.failed(status, "a batch of DMA can't be enqueued")
 
 
-def _checked(plan: CopyPlan, chunk: Chunk) -> Copy:
-    try:
-        plan.check(chunk)
-    except ValueError as error:
-        raise DeviceError(f"no such chunk: {error}") from error
-    return plan.copies(chunk.layer)[chunk.copy]
+def _at_host(move: Move) -> Extents:
+    """Ranges contiguous at the host of a move whose other end is packed."""
+    if move.host_count == 1 and (move.src.packed and move.dst.packed):
+        src, dst, nbytes = ([move.src.address], [move.dst.address], [move.nbytes])
+        return np.array(src), np.array(dst), np.array(nbytes)
+    return move.extents()
 
 
-def _buffer(buffers: Sequence[Buffer], number: int) -> Buffer:
-    try:
-        return buffers[number]
-    except IndexError:
-        raise DeviceError(f"there is no buffer {number}, there are {len(buffers)}") from None
-
-
-def _reached(end: Buffer | _Packed, reach: int, chunk: Chunk) -> CudaBuffer | PinnedBuffer:
-    """The memory of one end, once it is known to hold the chunk."""
-    start = 0
-    buffer = end
-    if isinstance(end, _Packed):
-        buffer, start, reach = end.buffer, end.offset, end.offset + chunk.nbytes
-    if not isinstance(buffer, CudaBuffer | PinnedBuffer):
-        raise DeviceError(f"a GPU can't access {buffer!r}; host memory has to be pinned: CudaDevice.pin")
-    if buffer.closed:
-        raise DeviceError(f"{buffer!r} can't be copied") from ClosedError("the buffer was closed")
-    if start < 0 or reach > buffer.nbytes:
-        raise DeviceError(f"{chunk} reaches to {reach}, beyond {buffer!r}")
-    return buffer
+def _within_pieces(move: Move, extents: Extents) -> Extents:
+    """The same ranges, none of which goes across the border of what was pinned at a time."""
+    end = move.src if move.src.on_host else move.dst
+    if not isinstance(end.memory, PinnedBuffer) or end.memory.nbytes <= end.memory.piece:
+        return extents
+    src, dst, lengths = extents
+    start, piece = (src if end is move.src else dst) - end.memory.address, end.memory.piece
+    if (start // piece == (start + lengths - 1) // piece).all():
+        return extents
+    rows = []
+    for at, a, b, left in zip(start.tolist(), src.tolist(), dst.tolist(), lengths.tolist(), strict=True):
+        done = 0
+        while done < left:
+            size = min(left - done, piece - (at + done) % piece)
+            rows.append((a + done, b + done, size))
+            done += size
+    table = np.array(rows, dtype=np.int64)
+    return table[:, 0], table[:, 1], table[:, 2]

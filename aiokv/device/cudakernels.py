@@ -168,7 +168,7 @@ class Kernels:
                 shape = Shape((), 16)
                 for unit in UNITS:
                     self._launch(unit, shape, 1, shape.packed(scratch), shape.packed(scratch + 16), 1, stream)
-                context.cuda.runtime.streamSynchronize(stream.handle)
+                context.cuda.runtime.streamSynchronize(stream.ptr)
         except context.cuda.errors as error:
             raise context.failed(error, "the copy kernels can't be run") from error
         except Exception as error:

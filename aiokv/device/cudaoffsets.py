@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import weakref
 from collections import deque
@@ -59,8 +60,6 @@ class Uploaded:
     Attributes:
         src: Address of the source's offsets on the GPU.
         dst: Address of the destination's.
-        src_bits: All offsets of the source or-ed together, strides included.
-        dst_bits: The same of the destination.
         start: Where they are in the arena.
         nbytes: How much of it they take.
         ready: Done when they have arrived; None once that was seen.
@@ -69,8 +68,6 @@ class Uploaded:
 
     src: int
     dst: int
-    src_bits: int
-    dst_bits: int
     start: int
     nbytes: int
     ready: CudaEvent | None = None
@@ -99,6 +96,8 @@ class OffsetStore:
             raise context.cuda.translated(error, f"{nbytes} bytes of pinned memory") from error
         memory = (ctypes.c_uint8 * nbytes).from_address(self._here)
         self._words: NDArray[np.int64] = np.frombuffer(memory, dtype=np.int64)
+        #: Offsets are uploaded here, so that they never wait behind what holds up one plan's stream.
+        self._uploads = CudaStream(context, context.stream(), own=True)
         self._known: dict[int, tuple[weakref.ref[Section], Uploaded]] = {}
         #: Those whose section is gone, to be freed once nothing reads them. The collector adds to it,
         #: in any thread.
@@ -123,20 +122,23 @@ class OffsetStore:
         """
         entry = self._known.get(id(section))
         if entry is None:
-            found = self._place(section, stream)
-            if found is None:
+            placed = self._place(section)
+            if placed is None:
                 return None
+            found = placed
         else:
             found = entry[1]
-            if found.ready is not None:
-                if found.ready.done():
-                    found.ready = None
-                elif stream not in found.streams:
-                    gate = stream.gate
-                    stream.wait(found.ready)
-                    stream.gate = gate  # an upload hangs on nothing that others enqueue
+        if found.ready is not None:
+            if found.ready.done():
+                found.ready = None
+            elif stream not in found.streams:
+                stream.follow(found.ready)
         found.streams.setdefault(stream)
         return found
+
+    def __del__(self) -> None:
+        if hasattr(self, "_words"):
+            self.close()
 
     def close(self) -> None:
         """Give the memory back; nothing may be in flight."""
@@ -145,9 +147,10 @@ class OffsetStore:
         self._there.close()
         if here:
             self._words = self._words[:0]
-            self._context.cuda.runtime.freeHost(here)
+            with contextlib.suppress(*self._context.cuda.errors):  # the device may be lost
+                self._context.cuda.runtime.freeHost(here)
 
-    def _place(self, section: Section, stream: CudaStream) -> Uploaded | None:
+    def _place(self, section: Section) -> Uploaded | None:
         self._sweep()
         count = len(section.src)
         nbytes = -(-16 * count // 128) * 128
@@ -160,7 +163,7 @@ class OffsetStore:
         there = self._there.address + start
         try:
             self._context.cuda.runtime.memcpyAsync(
-                there, self._here + start, 16 * count, _TO_DEVICE, stream.handle
+                there, self._here + start, 16 * count, _TO_DEVICE, self._uploads.ptr
             )
         except self._context.cuda.errors as error:
             self._ranges.give(start, nbytes)
@@ -168,11 +171,9 @@ class OffsetStore:
         found = Uploaded(
             there,
             there + 8 * count,
-            _bits(section.src, section.src_strides),
-            _bits(section.dst, section.dst_strides),
             start,
             nbytes,
-            stream.record(),
+            self._uploads.record(),
         )
         number, gone, known = id(section), self._gone, self._known
 
@@ -195,10 +196,3 @@ class OffsetStore:
                 self._ranges.give(found.start, found.nbytes)
             else:
                 self._draining.append((found, events))
-
-
-def _bits(offsets: NDArray[np.int64], strides: tuple[int, ...]) -> int:
-    found = int(np.bitwise_or.reduce(offsets))
-    for stride in strides:
-        found |= stride
-    return found

@@ -14,6 +14,9 @@ __all__ = ["CudaContext", "CudaEvent", "CudaStream", "Current", "adopted"]
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: never waits for the default stream
 _WITHOUT_TIMING = 2  # cudaEventDisableTiming
 
+#: Events remembered by a stream before it looks which of them are done.
+_MOST_WAITS = 16
+
 #: Handles that mean a default stream; the last of them another one in each thread.
 _NULL, _LEGACY, _PER_THREAD = 0, 1, 2
 
@@ -195,18 +198,25 @@ class CudaEvent:
 class CudaStream:
     """A stream: one of this device's own, or the caller's, which is only borrowed.
 
-    Attributes:
+    Args:
+        context: The GPU.
         handle: cudaStream_t.
-        own: Whether all that is on it was enqueued through this object.
+        own: It belongs to this object, and nothing is on it.
+        kept: What keeps a borrowed one alive.
+
+    Attributes:
+        ptr: The handle, for whoever enqueues nothing that this object isn't told of; by cupy's name for it.
     """
 
-    __slots__ = ("_context", "_kept", "_waits", "companion", "gate", "handle", "own")
+    __slots__ = ("_context", "_kept", "_own", "_private", "_waits", "companion", "gate", "ptr")
 
     def __init__(self, context: CudaContext, handle: int, *, own: bool, kept: object = None) -> None:
         self._context = context
         self._kept = kept
-        self.handle = handle
-        self.own = own
+        self._own = own
+        #: All that is on it was enqueued through this object.
+        self._private = own
+        self.ptr = handle
         #: Events that it was told to wait for and that were not yet seen done.
         self._waits: list[Event] = []
         #: For the copy engine: the kind of copies that were enqueued last.
@@ -215,28 +225,30 @@ class CudaStream:
         self.companion: CudaStream | None = None
 
     def __repr__(self) -> str:
-        return f"<CudaStream {self.handle:#x} of device {self._context.ordinal}>"
+        return f"<CudaStream {self.ptr:#x} of device {self._context.ordinal}>"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CudaStream):
             return NotImplemented
-        return self.handle == other.handle and self._context is other._context
+        return self.ptr == other.ptr and self._context is other._context
 
     def __hash__(self) -> int:
-        return hash(self.handle)
+        return hash(self.ptr)
 
     def __del__(self) -> None:
-        if self.own:
-            self._context.give_stream(self.handle)
+        if self._own:
+            self._context.give_stream(self.ptr)
+
+    @property
+    def handle(self) -> int:
+        """cudaStream_t, to enqueue on. From now on this object doesn't know what is there."""
+        self._private = False
+        self.gate = None
+        return self.ptr
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Version of the protocol, and the handle."""
         return 0, self.handle
-
-    @property
-    def ptr(self) -> int:
-        """The handle, by the name that cupy has for it."""
-        return self.handle
 
     @property
     def ordinal(self) -> int:
@@ -245,8 +257,8 @@ class CudaStream:
 
     @property
     def held(self) -> bool:
-        """Whether it may be waiting for something that others enqueued; True for any that is borrowed."""
-        if not self.own:
+        """Whether it may be waiting for something that others enqueued; True where nobody knows."""
+        if not self._private:
             return True
         while self._waits:
             if not self._waits[-1].done():
@@ -264,11 +276,11 @@ class CudaStream:
         context.check()
         event = CudaEvent(context, context.event())
         try:
-            if self.handle > _PER_THREAD:
-                context.cuda.runtime.eventRecord(event.handle, self.handle)
+            if self.ptr > _PER_THREAD:
+                context.cuda.runtime.eventRecord(event.handle, self.ptr)
             else:
                 with context.current():
-                    context.cuda.runtime.eventRecord(event.handle, self.handle)
+                    context.cuda.runtime.eventRecord(event.handle, self.ptr)
         except context.cuda.errors as error:
             raise context.failed(error, f"an event can't be recorded on {self!r}") from error
         return event
@@ -283,16 +295,26 @@ class CudaStream:
             return
         if not isinstance(event, CudaEvent):
             raise DeviceError(f"a CUDA stream can't wait for {event!r} before it is done; await it first")
+        self.follow(event)
+        self.gate = None
+        if self._private:
+            if len(self._waits) >= _MOST_WAITS:
+                self._waits = [earlier for earlier in self._waits if not earlier.done()]
+            self._waits.append(event)
+
+    def follow(self, event: CudaEvent) -> None:
+        """Wait for an event that comes by itself: nobody has to enqueue anything for it any more.
+
+        Raises:
+            DeviceError: The device failed.
+        """
         context = self._context
         context.check()
         try:
             with context.current():
-                context.cuda.runtime.streamWaitEvent(self.handle, event.handle)
+                context.cuda.runtime.streamWaitEvent(self.ptr, event.handle)
         except context.cuda.errors as error:
             raise context.failed(error, f"{self!r} can't wait for an event") from error
-        self.gate = None
-        if self.own:
-            self._waits.append(event)
 
 
 def adopted(context: CudaContext, stream: object | None) -> CudaStream:
