@@ -231,10 +231,10 @@ def _place(side: Side, layer: int, half: int, token: int, head: int) -> tuple[in
 
 def contents(buffer: object) -> NDArray[np.uint8]:
     """A copy of what a buffer holds now; of a GPU's memory too, where it may block."""
-    for name in ("contents", "tensor"):  # of a kit's own buffers, and of a GPU's
-        if (method := getattr(buffer, name, None)) is not None:
-            found = method()
-            return np.array(found.cpu() if name == "tensor" else found)
+    if (method := getattr(buffer, "contents", None)) is not None:  # of a kit's own
+        return np.array(method())
+    if (tensor := getattr(buffer, "tensor", None)) is not None:
+        return np.array(tensor().cpu().numpy())
     return bytes_of(buffer).copy()
 
 
