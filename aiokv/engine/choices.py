@@ -29,7 +29,7 @@ __all__ = [
 
 #: Transports that an engine uses by default, best first: with a cache in host memory, and on a GPU.
 TRANSPORTS = ("shm", "cma", "tcp")
-CUDA_TRANSPORTS = ("cuda_ipc", "tcp")
+CUDA_TRANSPORTS = ("cuda_ipc", "nccl", "tcp")
 _NAMES = tuple(dict.fromkeys(TRANSPORTS + CUDA_TRANSPORTS))
 
 #: The module of each channel, by the scheme of its addresses.
@@ -189,6 +189,10 @@ def _made(name: str, ports: Sequence[int], host: str | None, streams: int) -> Tr
             from aiokv.transports.cuda_ipc import CudaIpcTransport
 
             return CudaIpcTransport()
+        case "nccl":
+            from aiokv.transports.nccl import NcclTransport
+
+            return NcclTransport(ports, host)
         case _:
             from aiokv.transports.tcp import TcpTransport
 

@@ -88,9 +88,9 @@ class TransferEngine:
         insecure: Let ``bind`` be reached from other hosts by whoever is there.
         transports: Which data paths may be used, best first: names, or transports made by the
             caller. By default all that fit the cache, best first.
-        data_ports: Ports that the data connections of ``tcp`` may come in at, of which it takes the
-            first that can be had (containers, NAT, firewalls); by default any that is free. Peers
-            reach them at the host of ``advertise``, where that is given.
+        data_ports: Ports that the data connections of ``tcp`` and ``nccl`` may come in at, of which each
+            takes the first that can be had (containers, NAT, firewalls); by default any that is free.
+            Peers reach them at the host of ``advertise``, where that is given.
         tcp_streams: Connections of each ``tcp`` link, 1 to 16; the lower of the two ends' numbers
             is used.
         settings: Timers and bounds.

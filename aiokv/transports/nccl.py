@@ -1,0 +1,253 @@
+"""``nccl``: the producer sends GPU memory over NCCL, between any GPUs of any hosts.
+
+Each link has one communicator of two ranks, made by both ends when there is something to send and let go
+of when there has been nothing for a while. Beside it a link has a TCP connection, which proves that both
+ends know the token, carries the announcements, and ends when a process does. NCCL's own connections are
+neither encrypted nor authenticated; the id under which its ranks meet goes over the proven connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import msgspec
+
+from aiokv.device.base import Buffer
+from aiokv.device.poller import CompletionPoller
+from aiokv.errors import AiokvError, ClosedError, DeviceError, LocalProtocolError, PeerLostError
+from aiokv.transports.base import Link, PeerInfo
+from aiokv.transports.dialling import dial, host_of, listening
+from aiokv.transports.ends import keep_until_lost
+from aiokv.transports.greeting import greet
+from aiokv.transports.handshake import new_token
+from aiokv.transports.listener import Listener
+from aiokv.transports.mapping import off_loop
+from aiokv.transports.nccl_calls import Calls, load
+from aiokv.transports.nccl_end import Home, NcclEnd, StagingDevice
+from aiokv.transports.nccl_receiver import NcclReceiver
+from aiokv.transports.nccl_sender import NcclSender
+from aiokv.transports.nccl_staging import Pool
+
+if TYPE_CHECKING:
+    from aiokv.device.cache import KVCache
+
+__all__ = ["NcclTransport"]
+
+#: Links that consumers may have to one transport at a time.
+_MAX_LINKS = 4096
+#: Bytes that are sent as one message at most, unless one block of the cache is longer.
+_SLOT = 4 << 20
+_SLOTS = 16
+#: How long closing waits for aborted communicators, in seconds; what takes longer is left to its thread.
+_CLOSE_S = 5.0
+
+
+class _Description(msgspec.Struct, frozen=True, array_like=True):
+    """What the producer sends in HELLO."""
+
+    #: Where to dial; empty for the host of the control address.
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    token: bytes
+
+
+class NcclTransport:
+    """One engine's end of the NCCL paths; see ``Transport`` for the contract.
+
+    Args:
+        ports: Where connections beside NCCL's may come in, the first of them that can be had; none for any
+            that is free. NCCL's own take ports of the system's choice.
+        advertise: Host name or address that consumers are told to dial, as of ``tcp``.
+        staging: Bytes of device memory for chunks that are gathered, and as many for chunks that are
+            received; 64 MiB each by default. It is allocated at the start.
+        idle_s: How long a communicator is kept that nothing goes over (seconds); one takes some 50 MB of
+            device memory at each end.
+        calls: NCCL; by default cupy's, imported when the transport starts.
+
+    Raises:
+        ValueError: There is no memory to stage anything in.
+    """
+
+    def __init__(
+        self,
+        ports: Sequence[int] = (),
+        advertise: str | None = None,
+        *,
+        staging: int = _SLOT * _SLOTS,
+        idle_s: float = 60.0,
+        calls: Calls | None = None,
+    ) -> None:
+        if staging < 1:
+            raise ValueError(f"staging is a number of bytes, not {staging}")
+        self._ports = tuple(ports) or (0,)
+        self._advertise = advertise
+        self._staging = staging
+        self._idle_s = idle_s
+        self._calls = calls
+        self._started = False
+        #: None until started and when closed.
+        self._listener: Listener | None = None
+        self._home: Home | None = None
+        self._memory: Buffer | None = None
+        self._description = _Description("", 0, b"")
+        self._accepted: dict[bytes, NcclSender] = {}
+
+    @property
+    def name(self) -> str:
+        """``"nccl"``."""
+        return "nccl"
+
+    @property
+    def one_sided(self) -> bool:
+        """False: producers send."""
+        return False
+
+    async def start(self, cache: KVCache, host: str) -> None:
+        """Load NCCL, allocate, and listen for consumers at ``host``."""
+        if self._started:
+            raise LocalProtocolError("this nccl transport was started before")
+        kind = "cuda" if self._calls is None else self._calls.kind
+        if cache.device.kind != kind:
+            raise DeviceError(f"nccl: the cache is {cache.device.kind} memory, and only a GPU's can be sent")
+        try:
+            sock = await listening(host, self._ports)
+        except OSError as error:
+            which = ", ".join(map(str, self._ports))
+            raise DeviceError(f"nccl: can't listen at {host}, port {which}: {error}") from error
+        try:
+            home = await self._prepare(cache)
+        except BaseException:
+            sock.close()
+            raise
+        at, port = sock.getsockname()[:2]
+        everywhere = ipaddress.ip_address(at.partition("%")[0]).is_unspecified
+        told = self._advertise or ("" if everywhere else at)
+        self._description = _Description(told, port, new_token())
+        self._listener = Listener(sock, self._description.token, admit=self._admit)
+        self._home, self._started = home, True
+
+    async def _prepare(self, cache: KVCache) -> Home:
+        """Load and rehearse NCCL, and allocate: all that must not be done while something is in flight."""
+        loop = asyncio.get_running_loop()
+        calls = self._calls if self._calls is not None else await off_loop(load, "aiokv-nccl-load")
+        device = cast(StagingDevice, cache.device)
+        blocks = [
+            group.block_size * group.halves * group.head_bytes * _heads(group.heads)
+            for group in cache.layout.groups
+        ]
+        size = max(_SLOT, *blocks) if self._staging >= 4 * _SLOT else max(self._staging // 4, *blocks)
+        count = max(1, self._staging // size)
+        stream = device.stream()
+
+        def bring_up(calls: Calls = calls) -> Buffer:
+            calls.use(device.ordinal)
+            memory: Buffer = device.allocate(2 * count * size)  # type: ignore[attr-defined]
+            try:
+                calls.rehearse(memory.address, stream.handle)  # type: ignore[attr-defined]
+            except BaseException:
+                _free(memory)
+                raise
+            return memory
+
+        try:
+            memory = self._memory = await off_loop(bring_up, "aiokv-nccl-start")
+        except AiokvError as error:
+            raise DeviceError(f"nccl: {error}") from error
+        outgoing, incoming = (
+            Pool(memory, half * count * size, count, size, self._relieve) for half in range(2)
+        )
+        return Home(calls, device, CompletionPoller(loop), outgoing, incoming, self._idle_s)
+
+    def _relieve(self) -> None:
+        """Some link waits for memory: whoever doesn't need his own gives it back."""
+        for end in self._ends:
+            end.relieve()
+
+    @property
+    def _ends(self) -> list[NcclEnd[Any]]:
+        return list(self._home.ends) if self._home is not None else []
+
+    def _admit(self, socks: list[socket.socket], link: bytes) -> None:
+        (sock,) = socks
+        if self._home is None or len(self._accepted) >= _MAX_LINKS:
+            sock.close()
+            return
+        keep_until_lost(self._accepted, NcclSender(link, sock, self._home))
+
+    def describe(self) -> bytes:
+        """Host, port and token."""
+        self._opened()
+        return msgspec.msgpack.encode(self._description)
+
+    def _opened(self) -> Home:
+        if self._listener is None or self._home is None:
+            raise ClosedError("this nccl transport is not started, or it is closed")
+        return self._home
+
+    async def connect(self, description: bytes, peer: PeerInfo) -> Link:
+        """Dial the producer, and have some bytes sent through a first communicator."""
+        home = self._opened()
+        try:
+            there = msgspec.msgpack.decode(description, type=_Description)
+        except msgspec.DecodeError as error:
+            raise PeerLostError(f"nccl to {peer.address}: not a description: {error}") from error
+        try:
+            sock = await dial(there.host or host_of(peer.address), there.port)
+            try:
+                welcome = await greet(sock, there.token)
+                self._opened()
+            except BaseException:
+                sock.close()
+                raise
+            end = NcclReceiver(welcome.link, sock, home)
+            try:
+                await end.proven
+            except BaseException:
+                end.close()
+                raise
+        except (OSError, ValueError, PeerLostError) as error:
+            raise PeerLostError(f"nccl to {peer.address}: {error}") from error
+        return end
+
+    def accepted(self, link: bytes) -> Link | None:
+        """This engine's end of a link that a consumer opened, until it is lost."""
+        return self._accepted.get(link)
+
+    async def aclose(self) -> None:
+        """Close all links, and free what nothing in flight can touch. May be called twice."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        home, self._home = self._home, None
+        if home is None:
+            return
+        ends = list(home.ends)
+        for end in ends:  # all are marked before any is aborted for long
+            end.close()
+        bell = asyncio.Event()
+        for end in ends:
+            end.on_lost(bell.set)
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                while home.ends:
+                    bell.clear()
+                    await bell.wait()
+        except TimeoutError:
+            home.lingering += 1
+        home.poller.close()
+        self._accepted.clear()
+        memory, self._memory = self._memory, None
+        if memory is not None and not home.lingering:  # or those threads keep it for as long as they live
+            await off_loop(lambda: _free(memory), "aiokv-nccl-free")
+
+
+def _heads(heads: tuple[int, int]) -> int:
+    return heads[1] - heads[0]
+
+
+def _free(memory: Buffer) -> None:
+    memory.close()  # type: ignore[attr-defined]

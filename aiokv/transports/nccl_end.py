@@ -1,0 +1,334 @@
+"""What the two ends of an NCCL link have in common: a line, a communicator, and what is in flight on it.
+
+A link outlives its communicators, which are made when there are bytes to send and let go of when there
+have been none for a while. But when one breaks, or either side gives it up, the link is over: it is marked
+so on the loop first, then the communicator is aborted off it, and only when that is done, and the events of
+all that was in flight are, is the link lost. What such an event says is not believed: after an abort it is
+done as if the bytes had come.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
+
+from aiokv.device.base import Buffer, Device, Stream
+from aiokv.device.poller import CompletionPoller
+from aiokv.errors import DeviceError, PeerLostError
+from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.transports.ends import LinkEnd
+from aiokv.transports.mapping import off_loop
+from aiokv.transports.nccl_calls import Calls, Communicator
+from aiokv.transports.nccl_line import Dead, Line, Said
+from aiokv.transports.nccl_making import Making
+from aiokv.transports.nccl_staging import Pool, Slot
+
+__all__ = ["Home", "NcclEnd", "Patience", "StagingDevice"]
+
+#: How long a communicator may take to be made, in seconds.
+_MAKE_S = 10.0
+#: How often a communicator with something in flight is asked whether it is well.
+_LOOK_S = 0.1
+#: The rate that is expected of a path, in bytes a nanosecond. The poller corrects it by what it sees.
+_RATE = 10
+
+
+class StagingDevice(Device, Protocol):
+    """A device that packs chunks into staging memory, and unpacks them."""
+
+    @property
+    def ordinal(self) -> int:
+        """CUDA's number of the device."""
+
+    def gather(
+        self,
+        plan: CopyPlan,
+        chunk: Chunk,
+        src: Sequence[Buffer],
+        staging: Buffer,
+        offset: int,
+        *,
+        stream: Stream,
+    ) -> None:
+        """Enqueue the packing of a chunk, in plan order, to ``staging`` from ``offset`` on."""
+
+    def scatter(
+        self,
+        plan: CopyPlan,
+        chunk: Chunk,
+        staging: Buffer,
+        offset: int,
+        dst: Sequence[Buffer],
+        *,
+        stream: Stream,
+    ) -> None:
+        """Enqueue the mirror image of ``gather``."""
+
+
+class Patience:
+    """Calls back when so much time has passed; time in which this process stood still doesn't count."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, over: Callable[[], None]) -> None:
+        self._loop = loop
+        self._seconds = seconds
+        self._over = over
+        self._timer = self._begin()
+
+    def _begin(self) -> asyncio.TimerHandle:
+        due = self._loop.time() + self._seconds
+        return self._loop.call_at(due, self._look, due)
+
+    def _look(self, due: float) -> None:
+        if self._loop.time() > due + self._seconds / 3:
+            self._timer = self._begin()
+        else:
+            self._over()
+
+    def cancel(self) -> None:
+        """Don't call."""
+        self._timer.cancel()
+
+
+@dataclass(eq=False, slots=True)
+class Home:
+    """What all links of one transport share."""
+
+    calls: Calls
+    device: StagingDevice
+    poller: CompletionPoller
+    #: Memory to gather in, and to receive into.
+    outgoing: Pool
+    incoming: Pool
+    #: How long a communicator is kept that is not used, in seconds.
+    idle_s: float
+    #: Ends that are not lost.
+    ends: dict[NcclEnd[Any], None] = field(default_factory=dict)
+    #: Threads that may use memory for links that are over.
+    lingering: int = 0
+
+
+#: What one end keeps of each chunk in flight.
+_Unit = TypeVar("_Unit")
+
+
+class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
+    """One end of a link.
+
+    Args:
+        link: Its id.
+        sock: Where both ends have proved themselves; owned from now on.
+        home: The transport's.
+        pool: Where this end gets its slots.
+        rank: Of this end.
+    """
+
+    def __init__(self, link: bytes, sock: socket.socket, home: Home, pool: Pool, rank: int) -> None:
+        super().__init__(link, "nccl")
+        self._home = home
+        self._pool = pool
+        self._rank = rank
+        self._stream = home.device.stream()
+        #: The same, as CUDA knows it.
+        self._handle: int = self._stream.handle  # type: ignore[attr-defined]
+        self._line = Line(sock, self._loop, self._heard, partial(self.kill, tell=False))
+        self._epoch = 0
+        #: None while there is none to be used.
+        self._comm: Communicator | None = None
+        #: Slots of this communicator: all of them, and those that no chunk is in.
+        self._slots: list[Slot] = []
+        self._free: list[Slot] = []
+        #: What was posted and is not over, oldest first.
+        self._flights: deque[list[_Unit]] = deque()
+        #: Why the link is over, as soon as it is.
+        self._dying = ""
+        #: Nothing can be enqueued, and what is will end.
+        self._aborted = False
+        self._making: Making | None = None
+        self._making_for: Patience | None = None
+        self._look_at: asyncio.TimerHandle | None = None
+        home.ends[self] = None
+
+    @property
+    def pace(self) -> int:
+        """4: what crosses between GPUs is that much faster than a copy on the host."""
+        return 4
+
+    # -- what each end does by itself
+
+    @abc.abstractmethod
+    def _heard(self, said: Sequence[Said]) -> None:
+        """The other end said this."""
+
+    @abc.abstractmethod
+    def _up(self) -> None:
+        """The communicator can be used."""
+
+    @abc.abstractmethod
+    def _arrived(self, units: list[_Unit]) -> None:
+        """These were in flight and came across."""
+
+    @abc.abstractmethod
+    def _ended(self, units: list[_Unit]) -> None:
+        """These were in flight and are no more; nobody knows what became of them."""
+
+    @abc.abstractmethod
+    def _quiet(self) -> None:
+        """Nothing is in flight."""
+
+    @abc.abstractmethod
+    def _give_up(self) -> None:
+        """The link is over: what was not posted never will be."""
+
+    @abc.abstractmethod
+    def relieve(self) -> None:
+        """Others lack memory: let go of the communicator if it is not needed."""
+
+    # -- the communicator
+
+    def _make_within(self) -> None:
+        """The making of a communicator has begun, and must not take for ever."""
+        too_long = f"no communicator was made within {_MAKE_S:g} s"
+        self._making_for = Patience(self._loop, _MAKE_S, partial(self.kill, too_long))
+
+    def _make(self, name: bytes, nonce: bytes) -> None:
+        home = self._home
+        making = self._making = Making(
+            home.calls, home.device.ordinal, self._stream, self._handle, self._slots, self._rank, name, nonce
+        )
+        making.begin().add_done_callback(partial(self._made, making))
+
+    def _made(self, making: Making, future: asyncio.Future[Communicator]) -> None:
+        error = future.exception()
+        if making is not self._making:  # given up meanwhile
+            if error is None:
+                self._abort(future.result())
+            if making.slots:
+                self._home.lingering -= 1
+                self._pool.give(making.slots)
+            return
+        self._making = None
+        if self._making_for is not None:
+            self._making_for.cancel()
+        if error is not None:
+            self.kill(f"no communicator could be made: {error}")
+            return
+        self._comm = future.result()
+        self._up()
+
+    def _abort(self, comm: Communicator, then: Callable[[asyncio.Future[None]], None] | None = None) -> None:
+        home = self._home
+
+        def abort(kept: Home = home) -> None:
+            """If it never returns, the staging memory may be written for ever, and so is kept."""
+            comm.abort()
+
+        off_loop(abort, "aiokv-nccl-abort").add_done_callback(then or _seen)
+
+    def _let_go(self) -> None:
+        """The communicator is not needed now, and nothing is in flight on it at either end."""
+        comm, self._comm = self._comm, None
+        slots, self._slots, self._free = self._slots, [], []
+        if comm is not None:
+            self._abort(comm)
+        self._pool.give(slots)
+
+    # -- what is in flight
+
+    def _fly(self, units: list[_Unit], nbytes: int) -> None:
+        """These were just enqueued."""
+        self._flights.append(units)
+        try:
+            event = self._stream.record()
+        except DeviceError as error:  # then nobody will ever know when it is over
+            self.kill(str(error))
+            return
+        self._home.poller.watch(event, self, self._over, expected_ns=nbytes // _RATE)
+        if self._look_at is None:
+            self._look_at = self._loop.call_later(_LOOK_S, self._look)
+
+    def _look(self) -> None:
+        self._look_at = None
+        if error := self._comm.error() if self._comm is not None else "":
+            self.kill(error)
+        elif self._flights:
+            self._look_at = self._loop.call_later(_LOOK_S, self._look)
+
+    def _over(self, error: DeviceError | None) -> None:
+        """The event of the oldest flight is done."""
+        units = self._flights.popleft()
+        why = "" if error is None else str(error)
+        if not self._dying and self._comm is not None:
+            why = why or self._comm.error()
+        if self._dying or why:
+            self._ended(units)
+            self.kill(why)
+            self._settle()
+            return
+        self._arrived(units)
+        if not self._flights and not self._dying:
+            if self._look_at is not None:
+                self._look_at.cancel()
+                self._look_at = None
+            self._quiet()
+
+    # -- the end
+
+    def close(self) -> None:
+        """Give the link up. It is lost when nothing of it is in flight at this end any more."""
+        self.kill("closed at this end")
+
+    def kill(self, reason: str, *, tell: bool = True) -> None:
+        """The link is over: from now on nothing is posted, nothing lands, and no event is believed."""
+        if self._dying or self._lost:
+            return
+        self._dying = reason
+        if tell:
+            self._line.say(Dead(self._epoch))
+        self._line.close()
+        for timer in (self._making_for, self._look_at):
+            if timer is not None:
+                timer.cancel()
+        self._pool.leave(self)
+        making, self._making = self._making, None
+        if making is not None and making.abandon():
+            self._slots = []  # its thread may use them yet
+            self._home.lingering += 1
+        elif making is not None:
+            making.slots = ()
+        self._give_up()
+        comm, self._comm = self._comm, None
+        if comm is None:
+            self._aborted = True
+            self._settle()
+        else:
+            self._abort(comm, self._on_aborted)
+
+    def _on_aborted(self, future: asyncio.Future[None]) -> None:
+        if future.exception() is None:
+            self._aborted = True
+            self._settle()
+
+    def _settle(self) -> None:
+        """See whether the end is reached."""
+        if self._lost or not self._aborted or self._flights:
+            return
+        self._home.ends.pop(self, None)
+        slots, self._slots, self._free = self._slots, [], []
+        self._pool.give(slots)
+        self._lose(self._dying)
+
+    def dying_error(self) -> PeerLostError:
+        """What to raise where the link is used although it is over."""
+        return PeerLostError(f"nccl link {self._id.hex()[:8]} is over: {self._dying or self._reason}")
+
+
+def _seen(future: asyncio.Future[None]) -> None:
+    """So that an abort that failed, and that nobody waits for, is no error to log."""
+    if not future.cancelled():
+        future.exception()

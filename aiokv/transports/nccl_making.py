@@ -1,0 +1,122 @@
+"""The making of a communicator, on a thread that can be abandoned."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from aiokv.device.base import Event, Stream
+from aiokv.errors import DeviceError, PeerLostError
+from aiokv.transports.mapping import off_loop
+from aiokv.transports.nccl_calls import Calls, Communicator
+from aiokv.transports.nccl_staging import Slot
+
+__all__ = ["CONSUMER", "NONCE", "PRODUCER", "Making"]
+
+#: Ranks of the two ends.
+PRODUCER, CONSUMER = 0, 1
+#: Bytes that prove a communicator.
+NONCE = 16
+#: How often the thread looks whether they came.
+_STEP_S = 0.0005
+
+
+class Making:
+    """One end of one communicator, from its name until the first bytes came through it.
+
+    The first send to a peer connects, for tens of milliseconds; so that is done here, too, at both ends at
+    once.
+
+    Args:
+        calls: NCCL.
+        ordinal: The GPU.
+        stream: The link's, with nothing on it.
+        handle: The same, as CUDA knows it.
+        slots: The link's memory; the first is used.
+        rank: PRODUCER or CONSUMER.
+        name: NCCL's unique id.
+        nonce: What the producer sends.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        ordinal: int,
+        stream: Stream,
+        handle: int,
+        slots: Sequence[Slot],
+        rank: int,
+        name: bytes,
+        nonce: bytes,
+    ) -> None:
+        self._calls = calls
+        self._ordinal = ordinal
+        self._stream = stream
+        self._handle = handle
+        self.slots = slots
+        self._rank = rank
+        self._name = name
+        self._nonce = nonce
+        #: Who came first: the thread, to use the slot, or the loop, to forbid it.
+        self._first: dict[None, str] = {}
+        self._abandoned = False
+
+    def begin(self) -> asyncio.Future[Communicator]:
+        """Start the thread; the future is of a communicator that works, which its owner aborts.
+
+        Raises (the future): DeviceError, PeerLostError.
+        """
+        return off_loop(self._run, "aiokv-nccl-make")
+
+    def abandon(self) -> bool:
+        """Nobody waits for it any more: what comes of it is aborted.
+
+        Returns:
+            Whether the slot may be used until the thread has ended.
+        """
+        self._abandoned = True
+        return self._first.setdefault(None, "loop") == "thread"
+
+    def _run(self) -> Communicator:
+        self._calls.use(self._ordinal)
+        made = self._calls.communicator(self._name, self._rank)
+        try:
+            if self._first.setdefault(None, "thread") == "loop":
+                raise PeerLostError("given up before it was made")
+            self._prove(made)
+        except BaseException:
+            made.abort()
+            self._wait_for(self._stream.record())  # only then is the slot anybody's
+            raise
+        return made
+
+    def _wait_for(self, event: Event) -> None:
+        while not event.done():
+            time.sleep(_STEP_S)
+
+    def _prove(self, made: Communicator) -> None:
+        at = self.slots[0].address
+        if self._rank == PRODUCER:
+            self._calls.put(at, self._nonce, self._handle)
+            made.send([(at, NONCE)], self._handle)
+            self._wait(made, self._stream.record())
+            return
+        self._calls.put(at, bytes(NONCE), self._handle)
+        made.recv([(at, NONCE)], self._handle)
+        self._wait(made, self._stream.record())
+        came = self._calls.get(at, NONCE, self._handle)
+        self._wait(made, self._stream.record(), last=True)
+        if came.tobytes() != self._nonce:
+            raise PeerLostError("what came through it is not what was sent")
+
+    def _wait(self, made: Communicator, event: Event, *, last: bool = False) -> None:
+        """Wait for the stream; where nothing on it waits for the peer (``last``), whatever happens."""
+        while not event.done():
+            if self._abandoned and not last:
+                raise PeerLostError("given up before anything came through")
+            if not last and (error := made.error()):
+                raise DeviceError(error)
+            time.sleep(_STEP_S)
+        if error := made.error():
+            raise DeviceError(error)

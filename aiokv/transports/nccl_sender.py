@@ -1,0 +1,323 @@
+"""The producer's end of an NCCL link.
+
+A chunk waits here until its bytes are there, and then for a credit: memory and a place at the consumer. With
+both it is committed: posted and announced in one turn, and then it is not taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from aiokv.device.base import Buffer, Event, Stream
+from aiokv.errors import AiokvError, DeviceError
+from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.transports.base import PartId
+from aiokv.transports.extents import Extents
+from aiokv.transports.frames import tag_of
+from aiokv.transports.nccl_end import Home, NcclEnd
+from aiokv.transports.nccl_line import MOST_RUNS, Announced, Credit, Dead, Make, Nudge, Rest, Said, Wake
+from aiokv.transports.nccl_making import PRODUCER
+from aiokv.transports.nccl_staging import Slot
+
+__all__ = ["NcclSender"]
+
+#: Runs of this many bytes are sent as they lie; shorter ones are gathered first.
+_LONG_RUN = 256 << 10
+#: Chunks that wait here before the first credit is there, beside which more may be sent.
+_AHEAD = 2
+
+
+class _Sent:
+    """Done when no chunk of what was to be sent is read any more."""
+
+    __slots__ = ("failure", "flying", "left")
+
+    def __init__(self) -> None:
+        #: Chunks that are not across, and those of them that are in flight.
+        self.left = 0
+        self.flying = 0
+        self.failure: DeviceError | None = None
+
+    def done(self) -> bool:
+        """Whether the memory is read no more."""
+        if self.flying:
+            return False
+        if self.failure is not None:
+            raise self.failure
+        return not self.left
+
+    def fail(self, why: AiokvError) -> None:
+        """Not all of it was sent."""
+        if self.failure is None:
+            self.failure = DeviceError("not all of the chunk was sent")
+            self.failure.__cause__ = why
+
+
+@dataclass(eq=False, slots=True)
+class _Chunk:
+    """One chunk on its way."""
+
+    tag: bytes
+    plan: CopyPlan
+    chunk: Chunk
+    src: Sequence[Buffer]
+    sent: _Sent
+    slot: Slot | None = None
+
+
+class NcclSender(NcclEnd[_Chunk]):
+    """Sends chunks in the order in which they are committed."""
+
+    def __init__(self, link: bytes, sock: socket.socket, home: Home) -> None:
+        super().__init__(link, sock, home, home.outgoing, PRODUCER)
+        self._extents = Extents()
+        #: Chunks whose bytes are there, oldest first.
+        self._ready: deque[_Chunk] = deque()
+        #: What waits for its stream, and how many chunks it is.
+        self._unready: dict[_Sent, int] = {}
+        self._waiting = 0
+        #: Chunks that the consumer takes now, and those that it can have at a time.
+        self._credits = 0
+        self._granted = 0
+        #: Bytes of the longest message that both ends have memory for.
+        self._longest = home.outgoing.nbytes
+        self._blocked = False
+        self._on_writable: list[Callable[[], None]] = []
+        #: A communicator was asked for.
+        self._waking = False
+        self._nudged = False
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._wake()
+
+    # -- what is sent
+
+    def send(
+        self, part: PartId, plan: CopyPlan, chunk: Chunk, src: Sequence[Buffer], *, stream: Stream
+    ) -> Event:
+        """Send one chunk once ``stream`` got to where it is now."""
+        if self._dying or self._lost:
+            raise self.dying_error()
+        tag, sent = tag_of(part), _Sent()
+        units = [_Chunk(tag, plan, each, src, sent) for each in _split(plan, chunk, self._longest)]
+        sent.left = len(units)
+        after = stream.record()
+        if after.done():
+            self._ready.extend(units)
+            self._pump()
+        else:
+            self._unready[sent] = len(units)
+            self._waiting += len(units)
+            self._home.poller.watch(after, stream, lambda error: self._reached(units, error))
+        self._blocked = not self.writable
+        return sent
+
+    def _reached(self, units: list[_Chunk], error: DeviceError | None) -> None:
+        """The stream that these waited for got there."""
+        sent = units[0].sent
+        self._waiting -= self._unready.pop(sent, 0)
+        if sent.failure is None and error is not None:
+            sent.fail(error)
+        if sent.failure is not None:
+            return
+        self._ready.extend(units)
+        self._pump()
+        self._tell_writable()
+
+    @property
+    def writable(self) -> bool:
+        """Whether what waits here is little beside what the consumer takes at a time."""
+        return not self._dying and len(self._ready) + self._waiting < max(self._granted, _AHEAD)
+
+    def on_writable(self, callback: Callable[[], None]) -> None:
+        """Call this whenever ``writable`` becomes true again."""
+        self._on_writable.append(callback)
+
+    def _tell_writable(self) -> None:
+        if self._blocked and self.writable:
+            self._blocked = False
+            for callback in self._on_writable:
+                callback()
+
+    def _pump(self) -> None:
+        """Commit what can be."""
+        if self._dying or not self._ready:
+            return
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        if self._comm is None:
+            self._wake()
+            return
+        units: list[_Chunk] = []
+        ranges: list[tuple[int, int]] = []
+        said: list[Said] = []
+        # Half of what may be in flight goes as one group, so that while one moves the next is enqueued.
+        most = max(1, self._granted // 2)
+        while self._ready and self._credits and len(units) < most:
+            unit = self._ready[0]
+            try:
+                where = self._where(unit)
+            except DeviceError as error:
+                self._ready.popleft().sent.fail(error)
+                continue
+            if where is None:
+                break
+            self._ready.popleft()
+            self._credits -= 1
+            unit.sent.flying += 1
+            units.append(unit)
+            ranges += where
+            said.append(Announced(unit.tag, unit.chunk, tuple(nbytes for _, nbytes in where)))
+        if not units:
+            return
+        try:
+            self._comm.send(ranges, self._handle)
+        except DeviceError as error:
+            self._fly(units, 0)  # some may be under way: their end is waited for all the same
+            self.kill(str(error))
+            return
+        self._line.say(*said)
+        self._fly(units, sum(unit.chunk.nbytes for unit in units))
+        self._pump()
+
+    def _where(self, unit: _Chunk) -> list[tuple[int, int]] | None:
+        """The ranges to send a chunk from, gathered first where it lies in small runs; None: not now.
+
+        Raises:
+            DeviceError: It can't be gathered.
+        """
+        chunk = unit.chunk
+        copy = unit.plan.copies(chunk.layer)[chunk.copy]
+        offsets, _, lengths = self._extents.of(copy, chunk.lo, chunk.hi)
+        base = unit.src[copy.src_buffer].address
+        if 1 < len(lengths) <= MOST_RUNS and chunk.nbytes >= _LONG_RUN * len(lengths):
+            addresses = (offsets + base).tolist()
+            return list(zip(addresses, lengths.tolist(), strict=True))
+        if bool(np.array_equal(offsets[1:], offsets[:-1] + lengths[:-1])):
+            return [(base + int(offsets[0]), chunk.nbytes)]
+        if not self._free:
+            return None
+        slot = self._free[-1]
+        self._home.device.gather(unit.plan, chunk, unit.src, slot.buffer, slot.offset, stream=self._stream)
+        unit.slot = self._free.pop()
+        return [(slot.address, chunk.nbytes)]
+
+    def _arrived(self, units: list[_Chunk]) -> None:
+        for unit in units:
+            unit.sent.left -= 1
+        self._landed(units)
+        self._pump()
+        self._tell_writable()
+
+    def _ended(self, units: list[_Chunk]) -> None:
+        self._landed(units)
+
+    def _landed(self, units: list[_Chunk]) -> None:
+        for unit in units:
+            unit.sent.flying -= 1
+            if unit.slot is not None:
+                self._free.append(unit.slot)
+
+    # -- the communicator
+
+    def _wake(self) -> None:
+        if not self._waking:
+            self._waking = True
+            self._pool.take(self, self._got)
+
+    def _got(self, slots: list[Slot]) -> None:
+        self._slots, self._free = slots, slots.copy()
+        self._epoch += 1
+        self._make_within()
+        self._line.say(Wake(self._epoch))
+
+    def _up(self) -> None:
+        self._waking = False
+        self._pump()
+        self._quiet()
+
+    def _heard(self, said: Sequence[Said]) -> None:
+        for each in said:
+            match each:
+                case _ if self._dying:
+                    return
+                case Make(epoch, nonce, longest, name) if self._expects(epoch):
+                    self._longest = min(self._pool.nbytes, longest)
+                    self._make(name, nonce)
+                case Credit(epoch, count) if epoch == self._epoch:
+                    self._credits += count
+                    self._granted = max(self._granted, self._credits)
+                case Nudge():
+                    self._nudged = True
+                case Dead():
+                    self.kill("the consumer's end is broken, or closed", tell=False)
+                case _:
+                    self.kill(f"the consumer said what it must not: {type(each).__name__}")
+        self._pump()
+        self._quiet()
+        self._tell_writable()
+
+    def _expects(self, epoch: int) -> bool:
+        return epoch == self._epoch and self._waking and self._making is None and bool(self._slots)
+
+    # -- rest
+
+    def relieve(self) -> None:
+        """Others lack memory: let go of the communicator as soon as it is idle."""
+        self._nudged = True
+        self._quiet()
+
+    def _quiet(self) -> None:
+        """If there is nothing to send and all was received, rest; soon, or at once if others lack memory."""
+        if not self._idle:
+            return
+        if self._nudged or self._pool.short:
+            self._rest()
+        elif self._idle_timer is None:
+            self._idle_timer = self._loop.call_later(self._home.idle_s, self._rest)
+
+    @property
+    def _idle(self) -> bool:
+        # Credits come back when the bytes are in place there: until then its receives need us.
+        busy = self._dying or self._ready or self._waiting or self._flights
+        return self._comm is not None and not busy and 0 < self._granted == self._credits
+
+    def _rest(self) -> None:
+        self._idle_timer, self._nudged = None, False
+        if self._idle:
+            self._line.say(Rest(self._epoch))
+            self._credits = self._granted = 0
+            self._let_go()
+
+    def _give_up(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        for sent in self._unready:
+            sent.fail(self.dying_error())
+        while self._ready:
+            self._ready.popleft().sent.fail(self.dying_error())
+        for units in self._flights:
+            for unit in units:
+                unit.sent.fail(self.dying_error())
+
+
+def _split(plan: CopyPlan, chunk: Chunk, limit: int) -> Iterator[Chunk]:
+    """A chunk as some that are no longer than ``limit`` bytes.
+
+    Raises:
+        DeviceError: One piece of it is longer.
+    """
+    layer, copy, low, high, _ = chunk
+    piece = plan.copies(layer)[copy].section.piece_bytes
+    if piece > limit:
+        raise DeviceError(f"nccl: pieces of {piece} bytes, and only {limit} are sent as one; raise `staging`")
+    step = limit // piece
+    for start in range(low, high, step):
+        end = min(start + step, high)
+        yield Chunk(layer, copy, start, end, (end - start) * piece)
