@@ -1,0 +1,462 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from aiokv.device.cache import KVCache
+from aiokv.errors import CapacityError, DeviceError, PeerLostError
+from aiokv.proto.layout import CacheLayout
+from aiokv.testing.conformance.transportkit import Part, Path, TransportKit, bytes_of, done
+from aiokv.testing.conformance.transports import CASES, Case
+from aiokv.testing.fakenccl import FakeNccl, StagingMockedDevice
+from aiokv.transports import nccl, nccl_calls, nccl_end, nccl_receiver
+from aiokv.transports.base import Transport
+from aiokv.transports.nccl import NcclTransport
+from aiokv.transports.nccl_calls import Calls
+from aiokv.transports.nccl_line import Announced, Credit, Nudge, Rest, Wake
+from aiokv.transports.nccl_receiver import NcclReceiver
+from aiokv.transports.nccl_sender import NcclSender
+
+PLAIN = CacheLayout.attention(layers=3, blocks=12, block_size=4, heads=4, head_size=16, dtype="float16")
+#: Blocks of 256 KiB for K and V each, and more for several in a row.
+LARGE = CacheLayout.attention(layers=2, blocks=16, block_size=64, heads=16, head_size=128, dtype="float16")
+
+
+class NcclKit(TransportKit):
+    """A mocked device that steps by itself, as a GPU does, and NCCL on it."""
+
+    def __init__(self, seed: int, *, staging: int = 8 << 20, idle_s: float = 60, tells: bool = True) -> None:
+        super().__init__(seed)
+        self.device = StagingMockedDevice(seed)
+        self.fake = FakeNccl(self.device, tells=tells)
+        self.steps = self.device.autostep(asyncio.get_running_loop(), random.Random(seed), 1e-6)
+        #: Kinds of hazards that a test brings about.
+        self.meant: set[str] = set()
+        self.options = {"staging": staging, "idle_s": idle_s}
+
+    def make_transport(self) -> Transport:
+        return NcclTransport(calls=Calls(self.fake, kind="mocked"), **self.options)
+
+    def make_cache(self, layout: CacheLayout) -> KVCache:
+        return KVCache.allocate(layout, device=self.device)
+
+    async def path(self, layout: CacheLayout = PLAIN) -> Path:
+        return await (await self.engine(layout)).read_from(await self.engine(layout))
+
+    async def __aexit__(self, *error) -> None:
+        try:
+            await super().__aexit__(*error)
+        finally:
+            self.fake.close()
+            for _ in range(200 if error == (None, None, None) else 0):  # threads that were abandoned
+                if self.fake.alive():
+                    await asyncio.sleep(0.01)
+            self.steps.close()
+        assert not [each for each in self.device.hazards if each.kind not in self.meant]
+        assert not self.fake.faults
+        assert not self.fake.alive()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.005)
+
+
+def send_all(part: Part, limit: int = 4096) -> list:
+    path = part.path
+    stream = path.producer.cache.device.stream()
+    send = partial(path.producer_end.send, part.id, part.plan, src=path.producer.cache.buffers, stream=stream)
+    return [send(chunk) for chunk in part.chunks(limit)]
+
+
+async def arrives(kit: NcclKit, path: Path, number: int, **options) -> Part:
+    """A part that moves, and comes out right."""
+    part = path.part(kit, number, **options)
+    expected = path.consumer.copy_of_memory()
+    part.apply(path.producer.copy_of_memory(), expected)
+    part.expect()
+    for event in send_all(part):
+        await done(kit, event, part)
+    await part.until(part.plan.total)
+    for found, wanted in zip(path.consumer.copy_of_memory(), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    return part
+
+
+async def in_flight(kit: NcclKit, path: Path, number: int = 1) -> tuple[Part, list]:
+    """A part of which both ends have posted something that doesn't move."""
+    kit.fake.stalled = True
+    part = path.part(kit, number)
+    part.expect()
+    events = send_all(part)
+    await until(lambda: bool(path.end._flights) and bool(path.producer_end._flights))
+    return part, events
+
+
+def unharmed(path: Path, before: list) -> None:
+    for found, wanted in zip(path.consumer.copy_of_memory(), before, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+async def test_conformance(case: Case, seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        await case(kit)
+
+
+# -- a broken communicator --------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", ["producer", "consumer"])
+@pytest.mark.parametrize("tells", [True, False])
+async def test_an_error_of_either_end_ends_both_and_lands_nothing(end: str, tells: bool, seed: int) -> None:
+    async with NcclKit(seed, tells=tells) as kit:
+        path = await kit.path()
+        part, events = await in_flight(kit, path)
+        broken = path.producer_end if end == "producer" else path.end
+        broken._comm._made.failure = "NCCL_ERROR_REMOTE_ERROR: made up"
+        await until(lambda: path.end.lost and path.producer_end.lost)
+        before = path.consumer.copy_of_memory()
+        kit.fake.stalled = False
+        await asyncio.sleep(0.02)
+        assert part.arrived == 0
+        unharmed(path, before)
+        for event in events:
+            with pytest.raises(DeviceError) as caught:
+                event.done()
+            assert isinstance(caught.value.__cause__, PeerLostError)
+        with pytest.raises(PeerLostError, match="over"):
+            path.producer_end.send(
+                part.id, part.plan, part.chunks(4096)[0], path.producer.cache.buffers,
+                stream=path.producer.cache.device.stream(),
+            )  # fmt: skip
+        with pytest.raises(PeerLostError, match="over"):
+            path.end.expect(("other", 1), part.plan, path.consumer.cache.buffers, print)
+        again = await path.consumer.read_from(path.producer)
+        await arrives(kit, again, 2)
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_over_before_the_abort_is(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        part, events = await in_flight(kit, path)
+        kit.fake.hang_in_abort = True
+        path.producer_end.close()
+        quiet = path.end.forget(part.id)
+        await asyncio.sleep(0.05)
+        assert not path.producer_end.lost and not path.end.lost
+        assert not quiet.done()
+        assert not events[0].done()  # it was committed
+        with pytest.raises(DeviceError):
+            events[-1].done()  # it was not
+        kit.fake.hang_in_abort = False
+        await until(lambda: path.end.lost and path.producer_end.lost)
+        assert quiet.done()
+        assert path.end.forget(part.id) is None
+        with pytest.raises(DeviceError):
+            events[0].done()
+
+
+@pytest.mark.asyncio
+async def test_memory_is_kept_for_an_abort_that_never_returns(seed: int, monkeypatch) -> None:
+    monkeypatch.setattr(nccl, "_CLOSE_S", 0.05)
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        await in_flight(kit, path)
+        kit.fake.hang_in_abort = True
+        kit.meant.add("use after free")  # the engine would keep these caches
+        staging = path.producer.transport._memory
+        staging.bytes[:] = 1
+        await path.producer.transport.aclose()
+        assert (staging.bytes == 1).all()  # freed memory is overwritten
+        assert not path.producer_end.lost
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("refuses", ["send", "recv"])
+async def test_what_nccl_refuses_ends_the_link(refuses: str, seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        part = path.part(kit, 1)
+        if refuses == "send":
+            part.expect()
+            kit.fake.refuse_groups = True
+        events = send_all(part)
+        await until(lambda: refuses == "send" or bool(path.end._early))
+        kit.fake.refuse_groups = True
+        with contextlib.suppress(PeerLostError):
+            if refuses == "recv":
+                part.expect()
+        await until(lambda: path.end.lost and path.producer_end.lost)
+        kit.fake.refuse_groups = False
+        for event in events:
+            with pytest.raises(DeviceError):
+                event.done()
+        assert part.arrived == 0
+
+
+@pytest.mark.asyncio
+async def test_an_error_that_shows_only_when_all_seems_done_lands_nothing(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        part, _ = await in_flight(kit, path)
+        if path.end._look_at is not None:
+            path.end._look_at.cancel()  # so that nobody asks before the event is done
+        path.end._comm._made.failure = "NCCL_ERROR_REMOTE_ERROR: made up"
+        kit.fake.stalled = False
+        await until(lambda: path.end.lost and path.producer_end.lost)
+        assert part.arrived == 0
+
+
+# -- what was forgotten -----------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_what_is_under_way_to_a_forgotten_part_may_end(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        part, _ = await in_flight(kit, path)
+        quiet = path.end.forget(part.id)
+        assert not quiet.done()
+        kit.fake.stalled = False
+        await until(quiet.done)
+        assert part.arrived == 0
+        await arrives(kit, path, 2)
+
+
+@pytest.mark.asyncio
+async def test_what_is_under_way_to_a_forgotten_part_is_ended_if_it_does_not(seed: int, monkeypatch) -> None:
+    monkeypatch.setattr(nccl_receiver, "_DRAIN_S", 0.05)
+    async with NcclKit(seed, tells=False) as kit:
+        path = await kit.path()
+        part, _ = await in_flight(kit, path)
+        quiet = path.end.forget(part.id)
+        await until(quiet.done)
+        assert path.end.lost
+        await until(lambda: path.producer_end.lost)
+
+
+# -- the making -------------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_a_communicator_that_is_not_made_in_time_ends_the_link(seed: int, monkeypatch) -> None:
+    monkeypatch.setattr(nccl_end, "_MAKE_S", 0.1)
+    async with NcclKit(seed) as kit:
+        producer, consumer = await kit.engine(PLAIN), await kit.engine(PLAIN)
+        kit.fake.hang_in_init = True
+        with pytest.raises(PeerLostError, match=r"within 0.1 s|broken"):
+            await consumer.transport.connect(producer.transport.describe(), producer.info)
+        await until(lambda: not producer.transport._accepted)
+        kit.fake.hang_in_init = False
+        monkeypatch.setattr(nccl_end, "_MAKE_S", 10)
+        await arrives(kit, await consumer.read_from(producer), 1)
+
+
+@pytest.mark.asyncio
+async def test_a_communicator_through_which_nothing_comes_is_not_used(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        producer, consumer = await kit.engine(PLAIN), await kit.engine(PLAIN)
+        kit.fake.stalled = True
+        connecting = asyncio.ensure_future(
+            consumer.transport.connect(producer.transport.describe(), producer.info)
+        )
+        await until(lambda: len(kit.fake.communicators) == 2)
+        kit.fake.communicators[0].failure = "made up"
+        with pytest.raises(PeerLostError):
+            await connecting
+        for engine in (producer, consumer):
+            await until(lambda home=engine.transport._home: not home.lingering)
+
+
+@pytest.mark.asyncio
+async def test_other_bytes_than_were_agreed_on_prove_nothing(seed: int, monkeypatch) -> None:
+    async with NcclKit(seed) as kit:
+        producer, consumer = await kit.engine(PLAIN), await kit.engine(PLAIN)
+        monkeypatch.setattr(Calls, "get", lambda *_: np.zeros(16, np.uint8))
+        with pytest.raises(PeerLostError, match="not what was sent"):
+            await consumer.transport.connect(producer.transport.describe(), producer.info)
+
+
+# -- rest, and memory -------------------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+async def test_an_idle_link_lets_its_communicator_go_and_makes_another_when_needed(seed: int) -> None:
+    async with NcclKit(seed, idle_s=0.05) as kit:
+        path = await kit.path()
+        for number in range(3):
+            await arrives(kit, path, number, tokens=9)
+            await until(lambda: not kit.fake.alive())
+            assert not path.end.lost and not path.producer_end.lost
+            assert path.end._epoch == path.producer_end._epoch == number + 1
+            assert not path.end._slots and not path.producer_end._slots
+
+
+@pytest.mark.asyncio
+async def test_links_share_memory_that_is_not_enough_for_all(seed: int) -> None:
+    async with NcclKit(seed, staging=1) as kit:  # one slot each way
+        producer = await kit.engine(PLAIN)
+        paths = [await (await kit.engine(PLAIN)).read_from(producer) for _ in range(3)]
+        for number in range(2):
+            for path in paths:
+                await arrives(kit, path, number, tokens=4)
+        back = await producer.read_from(paths[0].consumer)
+        forth = await producer.read_from(paths[1].consumer)
+        await arrives(kit, back, 7, tokens=4)
+        await arrives(kit, forth, 8, tokens=4)
+
+
+@pytest.mark.asyncio
+async def test_more_is_not_committed_than_the_consumer_has_memory_for(seed: int) -> None:
+    async with NcclKit(seed, staging=1) as kit:
+        path = await kit.path()
+        part, events = await in_flight(kit, path)
+        await asyncio.sleep(0.02)
+        assert sum(len(units) for units in path.producer_end._flights) == 1
+        assert len(path.producer_end._ready) >= len(events) - 1
+        assert not path.producer_end.writable
+        bell = asyncio.Event()
+        path.producer_end.on_writable(bell.set)
+        kit.fake.stalled = False
+        await part.until(part.plan.total)
+        await bell.wait()
+
+
+@pytest.mark.asyncio
+async def test_bytes_that_are_not_there_yet_hold_up_nobody(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        late, early = path.part(kit, 1, tokens=8), path.part(kit, 2, tokens=8)
+        late.expect()
+        early.expect()
+        device = path.producer.cache.device
+        gate, stream = device.stream(), device.stream()
+        held = kit.device.stream().record()
+        never = type("Never", (), {"done": lambda self: opened[0]})()
+        opened = [False]
+        gate.wait(never)
+        stream.wait(gate.record())
+        send = partial(path.producer_end.send, late.id, late.plan, src=path.producer.cache.buffers)
+        events = [send(chunk, stream=stream) for chunk in late.chunks(4096)]
+        for event in send_all(early):
+            await done(kit, event, early)
+        await early.until(early.plan.total)
+        assert late.arrived == 0
+        assert not path.end._inbox
+        opened[0] = True
+        await late.until(late.plan.total)
+        for event in events:
+            await until(event.done)
+        assert held.done()
+
+
+@pytest.mark.asyncio
+async def test_long_runs_go_as_they_lie(seed: int, monkeypatch) -> None:
+    copied: list[str] = []
+    for name in ("gather", "scatter"):
+        monkeypatch.setattr(StagingMockedDevice, name, lambda *args, name=name, **named: copied.append(name))
+    async with NcclKit(seed, staging=64 << 20) as kit:
+        path = await kit.path(LARGE)
+        await arrives(kit, path, 1, tokens=192)  # whole blocks
+        assert not copied
+
+
+@pytest.mark.asyncio
+async def test_pieces_longer_than_what_the_consumer_takes_are_refused(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        path.producer_end._longest = 8
+        with pytest.raises(DeviceError, match="raise `staging`"):
+            send_all(path.part(kit, 1))
+
+
+# -- what a peer must not say -----------------------------------------------------------------------
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("said", [Wake(1), Wake(3), Rest(7), Credit(1, 1), Nudge()], ids=repr)
+async def test_a_producer_that_says_what_it_must_not_is_cut_off(said, seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        path.producer_end._line.say(said)
+        await until(lambda: path.end.lost and path.producer_end.lost)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("said", [Wake(1), Rest(1), Credit(9, 1)], ids=repr)
+async def test_a_consumer_that_says_what_it_must_not_is_cut_off(said, seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        path.end._line.say(said)
+        await until(lambda: path.end.lost and path.producer_end.lost)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("lengths", [(8, 8), (1 << 31,), (0,), (16, 0)], ids=repr)
+@pytest.mark.parametrize("known", [True, False])
+async def test_messages_that_do_not_fit_the_chunk_cut_the_link(lengths, known: bool, seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        part, before = path.part(kit, 1), path.consumer.copy_of_memory()
+        if known:
+            part.expect()
+        tag = nccl_receiver.tag_of(part.id)
+        path.producer_end._line.say(Announced(tag, part.chunks(4096)[0], lengths))
+        await until(lambda: path.end.lost and path.producer_end.lost)
+        unharmed(path, before)
+
+
+# -- what is missing --------------------------------------------------------------------------------
+
+
+def test_without_cupy_it_is_said_what_to_install(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(DeviceError, match=r"pip install 'aiokv\[cuda13\]'"):
+        nccl_calls.load()
+
+
+@pytest.mark.asyncio
+async def test_what_can_not_be_served_is_refused(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        cache = await kit.cache(PLAIN)
+        with pytest.raises(DeviceError, match="mocked memory, and only a GPU's"):
+            await NcclTransport().start(cache, "127.0.0.1")
+        kit.fake.version = 21803
+        with pytest.raises(DeviceError, match="NCCL 21803 is older than"):
+            Calls(kit.fake).check()
+        transport = kit.make_transport()
+        with pytest.raises(DeviceError, match="can't listen at 192.0.2.1, port 1"):
+            await NcclTransport((1,), calls=Calls(kit.fake, kind="mocked")).start(cache, "192.0.2.1")
+        kit.fake.refuse_groups = True
+        with pytest.raises(DeviceError, match="doesn't work here"):
+            await transport.start(cache, "127.0.0.1")
+
+        def full(nbytes: int) -> None:
+            raise CapacityError(f"no room for {nbytes} bytes")
+
+        kit.device.allocate = full
+        with pytest.raises(DeviceError, match="nccl: no room for"):
+            await transport.start(cache, "127.0.0.1")
+        with pytest.raises(ValueError, match="staging"):
+            NcclTransport(staging=0)
+
+
+@pytest.mark.asyncio
+async def test_ends_are_what_they_say(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        assert isinstance(path.end, NcclReceiver) and isinstance(path.producer_end, NcclSender)
+        assert path.end.pace == path.producer_end.pace > 1
+        assert len(bytes_of(path.producer.transport._memory)) == 16 << 20
