@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import random
 import threading
 import zlib
@@ -205,4 +206,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         import torch
 
         if not torch.cuda.is_available():
+            if os.environ.get("AIOKV_REQUIRE_GPU") == "1":
+                pytest.fail("AIOKV_REQUIRE_GPU is set, and there is no CUDA device", pytrace=False)
             pytest.skip("needs a CUDA device")

@@ -7,7 +7,7 @@ there are four ways, and which is best depends on the fragments and on the machi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from aiokv.device.base import Buffer, Stream
 from aiokv.device.cudacosts import CopyCosts
 from aiokv.device.cudaends import End, Extents, Fragments, Move, checked, packed, strided
-from aiokv.device.cudakernels import Kernels, Shape, Side
+from aiokv.device.cudakernels import Kernels, Side
 from aiokv.device.cudamemory import PinnedBuffer, allocate
 from aiokv.device.cudaoffsets import OffsetStore
 from aiokv.device.cudaring import Ring
@@ -147,7 +147,7 @@ class CopyEngine:
             if path == "batch":
                 self._run_batch(move, extents, stream)
             else:
-                self._dma(move, extents, stream)
+                self._run_plain(move, extents, stream)
 
     def allowed(self, move: Move, stream: CudaStream) -> set[str]:
         """The ways that can be gone."""
@@ -167,46 +167,34 @@ class CopyEngine:
         if self.path in allowed:
             return self.path
         if move.src.on_host == move.dst.on_host:
-            return "plain" if "plain" in allowed and move.count == 1 else "kernel"
+            return "plain" if "plain" in allowed and move.ranges == 1 else "kernel"
         direction = "to_device" if move.src.on_host else "to_host"
-        return self.costs.best(direction, move.count, move.host_count, move.nbytes, allowed)
+        return self.costs.best(direction, move.ranges, move.host_count, move.nbytes, allowed)
 
     # -- the ways
 
     def _run_kernel(self, move: Move, stream: CudaStream) -> bool:
         on_host = move.src.on_host or move.dst.on_host
         blocks = _BLOCKS_TO_HOST if on_host else _BLOCKS_PER_PROCESSOR * self.kernels.processors
-        return self._launch(move, move.lo, move.hi, move.src, move.dst, blocks, stream)
+        return self._launch(move, blocks, stream)
 
-    def _launch(
-        self, move: Move, lo: int, hi: int, src: End, dst: End, blocks: int, stream: CudaStream
-    ) -> bool:
-        """Move some pieces by a kernel; False if there is no room for their offsets."""
-        section = move.copy.section
+    def _launch(self, move: Move, blocks: int, stream: CudaStream) -> bool:
+        """Move by a kernel; False if there is no room for the offsets."""
+        _, lo, hi, src, dst, _ = move
+        section, shape = move.copy.section, move.fragments.shape
         uploaded = self._offsets.upload(section, stream)
         if uploaded is None:
             return False
-        shape = Shape.of(section)
-        here = (
-            shape.packed(src.address)
-            if src.packed
-            else Side(
-                src.address,
-                uploaded.src + 8 * lo,
-                section.src_strides,
-                src.address | move.fragments.src_bits,
-            )
-        )
-        there = (
-            shape.packed(dst.address)
-            if dst.packed
-            else Side(
-                dst.address,
-                uploaded.dst + 8 * lo,
-                section.dst_strides,
-                dst.address | move.fragments.dst_bits,
-            )
-        )
+        if src.packed:
+            here = shape.packed(src.address)
+        else:
+            bits = src.address | move.fragments.src_bits
+            here = Side(src.address, uploaded.src + 8 * lo, section.src_strides, bits)
+        if dst.packed:
+            there = shape.packed(dst.address)
+        else:
+            bits = dst.address | move.fragments.dst_bits
+            there = Side(dst.address, uploaded.dst + 8 * lo, section.dst_strides, bits)
         self.kernels.move(shape, hi - lo, here, there, blocks=blocks, stream=stream)
         return True
 
@@ -231,38 +219,39 @@ class CopyEngine:
             hi = min(lo + step, move.hi)
             nbytes = (hi - lo) * size
             start = self._ring.take(nbytes, ahead)
-            staging = End(self._staging, self._staging.address + start, packed=True)
+            staging, past = End.at(self._staging, start, packed=True), (lo - move.lo) * size
             last = ahead
             try:
-                past = (lo - move.lo) * size
-                src = End(move.src.memory, move.src.address + past, True) if move.src.packed else move.src
-                dst = End(move.dst.memory, move.dst.address + past, True) if move.dst.packed else move.dst
-                first = Move(move.copy, lo, hi, src, staging, move.fragments)
-                second = Move(move.copy, lo, hi, staging, dst, move.fragments)
-                self._half(first, ahead)
+                self._half(Move(move.copy, lo, hi, move.src.later(past), staging, move.fragments), ahead)
                 stream.follow(ahead.record())
                 last = stream
-                self._half(second, stream)
+                self._half(Move(move.copy, lo, hi, staging, move.dst.later(past), move.fragments), stream)
             finally:
-                self._ring.used(start, nbytes, last.record())
+                self._ring.used(nbytes, last.record())
 
     def _half(self, move: Move, stream: CudaStream) -> None:
         """Between staging memory and the GPU's by a kernel, or between it and the host's by DMA."""
-        if move.src.on_host or move.dst.on_host:
-            self._dma(move, _at_host(move), stream)
-        elif not self._launch(move, move.lo, move.hi, move.src, move.dst, _BLOCKS_STAGING, stream):
-            self._dma(move, move.extents(), stream)
+        if move.src.packed and move.dst.packed:
+            host = move.src if move.src.on_host else move.dst
+            at, source, target, left = host.address, move.src.address, move.dst.address, move.nbytes
+            for size in _sizes(host, at, left):
+                self._dma(source, target, size, move, stream)
+                source, target = source + size, target + size
+        elif move.src.on_host or move.dst.on_host or not self._launch(move, _BLOCKS_STAGING, stream):
+            self._run_plain(move, move.extents(), stream)
 
-    def _dma(self, move: Move, extents: Extents, stream: CudaStream) -> None:
-        """One DMA for each range."""
+    def _dma(self, source: int, target: int, nbytes: int, move: Move, stream: CudaStream) -> None:
         kind = _KINDS[move.src.on_host, move.dst.on_host]
-        runtime = self._context.cuda.runtime
-        src, dst, lengths = (array.tolist() for array in _within_pieces(move, extents))
         try:
-            for source, target, length in zip(src, dst, lengths, strict=True):
-                runtime.memcpyAsync(target, source, length, kind, stream.ptr)
+            self._context.cuda.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
         except self._context.cuda.errors as error:
             raise self._context.failed(error, "a DMA can't be enqueued") from error
+
+    def _run_plain(self, move: Move, extents: Extents, stream: CudaStream) -> None:
+        """One DMA for each range."""
+        src, dst, lengths = (array.tolist() for array in _within_pieces(move, extents))
+        for source, target, length in zip(src, dst, lengths, strict=True):
+            self._dma(source, target, length, move, stream)
 
     def _run_batch(self, move: Move, extents: Extents, stream: CudaStream) -> None:
         src, dst, lengths = (np.ascontiguousarray(array) for array in _within_pieces(move, extents))
@@ -271,12 +260,17 @@ class CopyEngine:
             raise self._context.failed(status, "a batch of DMA can't be enqueued")
 
 
-def _at_host(move: Move) -> Extents:
-    """Ranges contiguous at the host of a move whose other end is packed."""
-    if move.host_count == 1 and (move.src.packed and move.dst.packed):
-        src, dst, nbytes = ([move.src.address], [move.dst.address], [move.nbytes])
-        return np.array(src), np.array(dst), np.array(nbytes)
-    return move.extents()
+def _sizes(host: End, address: int, nbytes: int) -> Iterator[int]:
+    """Bytes from ``address`` on, cut where what was pinned at a time ends."""
+    memory = host.memory
+    if not isinstance(memory, PinnedBuffer):
+        yield nbytes
+        return
+    at = address - memory.address
+    while nbytes:
+        size = min(nbytes, memory.piece - at % memory.piece)
+        yield size
+        at, nbytes = at + size, nbytes - size
 
 
 def _within_pieces(move: Move, extents: Extents) -> Extents:
@@ -289,10 +283,9 @@ def _within_pieces(move: Move, extents: Extents) -> Extents:
     if (start // piece == (start + lengths - 1) // piece).all():
         return extents
     rows = []
-    for at, a, b, left in zip(start.tolist(), src.tolist(), dst.tolist(), lengths.tolist(), strict=True):
+    for a, b, left in zip(src.tolist(), dst.tolist(), lengths.tolist(), strict=True):
         done = 0
-        while done < left:
-            size = min(left - done, piece - (at + done) % piece)
+        for size in _sizes(end, (a if end is move.src else b), left):
             rows.append((a + done, b + done, size))
             done += size
     table = np.array(rows, dtype=np.int64)

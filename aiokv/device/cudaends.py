@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiokv.device.base import Buffer
+from aiokv.device.cudakernels import Shape
 from aiokv.device.cudamemory import CudaBuffer, PinnedBuffer
 from aiokv.errors import ClosedError, DeviceError
 from aiokv.proto.plan import Chunk, Copy, CopyPlan, Section
@@ -20,24 +21,29 @@ __all__ = ["End", "Extents", "Fragments", "Move", "checked", "coalesced", "packe
 Extents = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(NamedTuple):
     """One end.
 
     Attributes:
         memory: Where it is.
         address: What the section's offsets are added to; of the first byte where it is packed.
         packed: Whether the chunk's bytes lie there one after another, in plan order.
+        on_host: Whether a GPU reaches it through PCIe.
     """
 
     memory: CudaBuffer | PinnedBuffer
     address: int
     packed: bool
+    on_host: bool
 
-    @property
-    def on_host(self) -> bool:
-        """Whether a GPU reaches it through PCIe."""
-        return isinstance(self.memory, PinnedBuffer)
+    @classmethod
+    def at(cls, memory: CudaBuffer | PinnedBuffer, offset: int, *, packed: bool) -> End:
+        """An end at an offset into its memory."""
+        return cls(memory, memory.address + offset, packed, isinstance(memory, PinnedBuffer))
+
+    def later(self, nbytes: int) -> End:
+        """The same, so many bytes of the chunk later."""
+        return self._replace(address=self.address + nbytes) if self.packed else self
 
 
 class Fragments:
@@ -46,7 +52,9 @@ class Fragments:
     def __init__(self, section: Section) -> None:
         self._count = len(section.src)
         self._runs = prod(section.shape)
-        dense = tuple(prod(section.shape[i + 1 :]) * section.run for i in range(len(section.shape)))
+        #: A piece, as the kernel sees it.
+        self.shape = Shape(section.shape, section.run)
+        dense = self.shape.dense
         #: Whether a piece is contiguous at that side, in plan order.
         self.src_dense, self.dst_dense = section.src_strides == dense, section.dst_strides == dense
         self._src, self._dst, self._size = section.src, section.dst, section.piece_bytes
@@ -78,8 +86,7 @@ class Fragments:
         return _between(self._firsts, lo, hi)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Pieces of a copy, and the two ends."""
 
     copy: Copy
@@ -95,8 +102,10 @@ class Move:
         return (self.hi - self.lo) * self.copy.section.piece_bytes
 
     @property
-    def count(self) -> int:
+    def ranges(self) -> int:
         """Ranges that are contiguous at both ends."""
+        if self.src.packed and self.dst.packed:
+            return 1
         if self.src.packed:
             return self.fragments.at_dst(self.lo, self.hi)
         if self.dst.packed:
@@ -151,7 +160,7 @@ def strided(buffers: Sequence[Buffer], number: int, base: int, reach: int) -> En
     if not 0 <= number < len(buffers):
         raise DeviceError(f"there is no buffer {number}, there are {len(buffers)}")
     memory = _usable(buffers[number], base + reach)
-    return End(memory, memory.address + base, packed=False)
+    return End.at(memory, base, packed=False)
 
 
 def packed(staging: Buffer, offset: int, nbytes: int) -> End:
@@ -163,7 +172,7 @@ def packed(staging: Buffer, offset: int, nbytes: int) -> End:
     if offset < 0:
         raise DeviceError(f"offset {offset} is before {staging!r}")
     memory = _usable(staging, offset + nbytes)
-    return End(memory, memory.address + offset, packed=True)
+    return End.at(memory, offset, packed=True)
 
 
 def _usable(buffer: Buffer, reach: int) -> CudaBuffer | PinnedBuffer:

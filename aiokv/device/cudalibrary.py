@@ -7,9 +7,10 @@ named together with the command that mends it.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from aiokv.errors import AiokvError, CapacityError, DeviceError
 
-__all__ = ["Cuda", "DriverCalls", "load"]
+__all__ = ["CaptureMode", "Cuda", "DriverCalls", "load"]
 
 #: The oldest cupy whose stubs, kernels and CUDA versions fit.
 _CUPY = (14, 0)
@@ -55,11 +56,8 @@ class DriverCalls:
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
         short, long = ctypes.PyDLL(path), ctypes.CDLL(path)
-        self._exchange = short.cuThreadExchangeStreamCaptureMode
-        self._query = short.cuEventQuery
-        self._query.argtypes = (ctypes.c_void_p,)
-        self._stream_query = short.cuStreamQuery
-        self._stream_query.argtypes = (ctypes.c_void_p,)
+        #: Changes the calling thread's graph capture mode for the one in a C integer, which gets the old one.
+        self.exchange: Callable[[object], int] = short.cuThreadExchangeStreamCaptureMode
         self._batch: Any = getattr(long, "cuMemcpyBatchAsync_v2", None)
         self._batch_tells = False
         if self._batch is None:
@@ -71,33 +69,6 @@ class DriverCalls:
     def batches(self) -> bool:
         """Whether the driver can be given many copies in one call."""
         return self._batch is not None
-
-    def event_query(self, event: int) -> int:
-        """Status of an event: 0 done, 600 pending. Breaks no graph capture in another thread.
-
-        CUDA forbids queries in every thread while one captures in the global mode, and a query all
-        the same makes the capture fail (pytorch#104555), unless the querying thread is in the
-        thread-local mode; so it is, for just this call.
-        """
-        mode = ctypes.c_int(_THREAD_LOCAL)
-        self._exchange(ctypes.byref(mode))
-        status: int = self._query(event)
-        self._exchange(ctypes.byref(mode))
-        return status
-
-    def stream_query(self, stream: int) -> int:
-        """Status of all that a stream was given, as ``event_query``."""
-        mode = ctypes.c_int(_THREAD_LOCAL)
-        self._exchange(ctypes.byref(mode))
-        status: int = self._stream_query(stream)
-        self._exchange(ctypes.byref(mode))
-        return status
-
-    def exchange(self, mode: int) -> int:
-        """Change this thread's graph capture mode; returns the one before."""
-        word = ctypes.c_int(mode)
-        self._exchange(ctypes.byref(word))
-        return word.value
 
     def batch(
         self, targets: NDArray[np.int64], sources: NDArray[np.int64], sizes: NDArray[np.int64], stream: int
@@ -121,7 +92,42 @@ class DriverCalls:
         return status
 
 
-@dataclass(frozen=True, eq=False)
+class CaptureMode:
+    """A context in which the calling thread can break no graph capture of another's.
+
+    While a thread captures in the global mode, which is the default, CUDA forbids every thread to query
+    events or to allocate, and the capture fails if one does (pytorch#104555); but not a thread that is
+    in the thread-local mode, and so it is here. May be entered by several threads, and again within.
+    """
+
+    def __init__(self, calls: DriverCalls) -> None:
+        self._exchange = calls.exchange
+        self._thread = _Mode()
+
+    def __enter__(self) -> None:
+        thread = self._thread
+        if not thread.depth:
+            self._exchange(thread.reference)
+        thread.depth += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        thread = self._thread
+        thread.depth -= 1
+        if not thread.depth:
+            self._exchange(thread.reference)
+
+
+class _Mode(threading.local):
+    """One thread's mode: the thread-local one outside the context, what was there before within it."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.word = ctypes.c_int(_THREAD_LOCAL)
+        self.reference = ctypes.byref(self.word)
+
+
 class Cuda:
     """The libraries, once they are known to be there and new enough.
 
@@ -129,28 +135,23 @@ class Cuda:
         cupy: The module.
         torch: The module.
         calls: What cupy has no function for.
+        runtime: Functions of the CUDA runtime, by cupy.
+        driver: Functions of the CUDA driver, by cupy.
+        errors: What cupy raises when CUDA fails.
+        quiet: Enter it to break no graph capture.
     """
 
-    cupy: ModuleType
-    torch: ModuleType
-    calls: DriverCalls
-
-    @property
-    def runtime(self) -> ModuleType:
-        """Functions of the CUDA runtime, by cupy."""
-        found: ModuleType = self.cupy.cuda.runtime
-        return found
-
-    @property
-    def driver(self) -> ModuleType:
-        """Functions of the CUDA driver, by cupy."""
-        found: ModuleType = self.cupy.cuda.driver
-        return found
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """What cupy raises when CUDA fails."""
-        return self.runtime.CUDARuntimeError, self.driver.CUDADriverError
+    def __init__(self, cupy: ModuleType, torch: ModuleType, calls: DriverCalls) -> None:
+        self.cupy = cupy
+        self.torch = torch
+        self.calls = calls
+        self.runtime: ModuleType = cupy.cuda.runtime
+        self.driver: ModuleType = cupy.cuda.driver
+        self.errors: tuple[type[Exception], ...] = (
+            self.runtime.CUDARuntimeError,
+            self.driver.CUDADriverError,
+        )
+        self.quiet = CaptureMode(calls)
 
     def translated(self, error: Exception | int, what: str) -> AiokvError:
         """An error of CUDA's as one of ours: CapacityError where memory ran out."""

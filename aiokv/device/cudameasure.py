@@ -17,7 +17,7 @@ from aiokv.proto.plan import Copy, Section
 __all__ = ["measured"]
 
 #: Sizes of fragments, and how many of them at a time: enough to tell the three costs apart.
-_SAMPLES = ((4 << 10, 256), (64 << 10, 32), (1 << 20, 4))
+_SAMPLES = ((4 << 10, 512), (64 << 10, 64), (1 << 20, 8))
 _BYTES = max(size * count for size, count in _SAMPLES)
 #: Each is timed so often, and the best counts; the GPU's clocks are low at first.
 _ROUNDS = 5
@@ -56,8 +56,8 @@ def _move(there: CudaBuffer, here: PinnedBuffer, size: int, count: int, *, to_ho
     dense = np.arange(count, dtype=np.int64) * size
     src, dst = (scattered, dense) if to_host else (dense, scattered)
     section = Section(src, dst, (), (), (), size)
-    gpu = End(there, there.address, packed=False)
-    host = End(here, here.address, packed=True)
+    gpu = End.at(there, 0, packed=False)
+    host = End.at(here, 0, packed=True)
     ends = (gpu, host) if to_host else (host, gpu)
     return Move(Copy(0, 0, 0, 0, section), 0, count, *ends, Fragments(section))
 

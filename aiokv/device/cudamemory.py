@@ -33,7 +33,7 @@ class _Allocation:
 
     def __del__(self) -> None:
         # The device may be lost, or the process at its end.
-        with contextlib.suppress(Exception), self._context.current():
+        with contextlib.suppress(Exception), self._context.current(), self._context.cuda.quiet:
             self._context.cuda.runtime.free(self.address)
 
 
@@ -135,7 +135,7 @@ class PinnedBuffer:
         flags = _PORTABLE | (_READ_ONLY if readonly else 0)
         runtime = context.cuda.runtime
         try:
-            with context.current():
+            with context.current(), context.cuda.quiet:
                 for offset in range(0, host.nbytes, PIECE):
                     size = min(PIECE, host.nbytes - offset)
                     runtime.hostRegister(self._address + offset, size, flags)
@@ -192,9 +192,10 @@ class PinnedBuffer:
         pinned, self._pinned = self._pinned, []
         if not pinned:
             return
-        with contextlib.suppress(Exception), self._context.current():  # the device may be lost
+        context = self._context
+        with contextlib.suppress(Exception), context.current(), context.cuda.quiet:  # the device may be lost
             for address in pinned:
-                self._context.cuda.runtime.hostUnregister(address)
+                context.cuda.runtime.hostUnregister(address)
 
 
 def allocate(context: CudaContext, nbytes: int, *, zeroed: bool = True) -> CudaBuffer:
@@ -208,7 +209,7 @@ def allocate(context: CudaContext, nbytes: int, *, zeroed: bool = True) -> CudaB
         raise ValueError(f"a buffer needs at least one byte, got {nbytes}")
     runtime = context.cuda.runtime
     try:
-        with context.current():
+        with context.current(), context.cuda.quiet:
             free, _ = runtime.memGetInfo()
             if nbytes > free:
                 raise CapacityError(f"{nbytes} bytes of CUDA device {context.ordinal}: only {free} are free")

@@ -90,7 +90,7 @@ class OffsetStore:
         self._ranges = Ranges(nbytes)
         self._there: CudaBuffer = allocate(context, nbytes, zeroed=False)
         try:
-            with context.current():
+            with context.current(), context.cuda.quiet:
                 self._here = int(context.cuda.runtime.hostAlloc(nbytes, 0))
         except context.cuda.errors as error:
             raise context.cuda.translated(error, f"{nbytes} bytes of pinned memory") from error

@@ -8,6 +8,8 @@ from aiokv.device.cudastream import CudaEvent, CudaStream
 
 __all__ = ["Ring"]
 
+_ALIGN = 256
+
 
 class Ring:
     """Ranges of some memory, handed out one after another. Whoever gets one waits for who had it.
@@ -21,32 +23,26 @@ class Ring:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self._next = 0
-        #: What is in use: start, end, and the event of its last use; oldest first.
-        self._used: deque[tuple[int, int, CudaEvent]] = deque()
+        #: Bytes handed out so far, and skipped where a range would have gone across the end.
+        self._taken = 0
+        #: What is in use, oldest first: the bytes handed out before it, and the event of its last use.
+        self._used: deque[tuple[int, CudaEvent]] = deque()
 
     def take(self, nbytes: int, stream: CudaStream) -> int:
-        """Offset of so many bytes, which ``stream`` may write from now on.
+        """Offset of so many bytes, which ``stream`` may write from now on; to be followed by ``used``.
 
         Raises:
             DeviceError: What used them failed.
         """
-        start = self._next
-        wrapped = start + nbytes > self.nbytes
-        if wrapped:
-            start = 0
-        end = start + -(-nbytes // 256) * 256
-        passed = 0
-        for number, (first, last, _) in enumerate(self._used, 1):
-            # Whoever turns back to the start passes by what is behind it, too.
-            if (first < end and start < last) or (wrapped and first >= self._next):
-                passed = number
-        for _ in range(passed):
-            _, _, event = self._used.popleft()
-            stream.follow(event)
-        self._next = end
-        return start
+        start = self._taken
+        if start % self.nbytes + nbytes > self.nbytes:
+            start += self.nbytes - start % self.nbytes
+        self._taken = start
+        while self._used and self._used[0][0] + self.nbytes < start + nbytes:
+            stream.follow(self._used.popleft()[1])
+        return start % self.nbytes
 
-    def used(self, start: int, nbytes: int, event: CudaEvent) -> None:
-        """The range taken last is free when ``event`` is done."""
-        self._used.append((start, start + nbytes, event))
+    def used(self, nbytes: int, event: CudaEvent) -> None:
+        """The range taken last, of so many bytes, is free when ``event`` is done."""
+        self._used.append((self._taken, event))
+        self._taken += -(-nbytes // _ALIGN) * _ALIGN

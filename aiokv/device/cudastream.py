@@ -49,8 +49,9 @@ class CudaContext:
         before = 0
         try:
             before = driver.ctxGetCurrent()
-            runtime.setDevice(ordinal)
-            runtime.memGetInfo()  # makes the context, if nobody did yet
+            with cuda.quiet:
+                runtime.setDevice(ordinal)
+                runtime.memGetInfo()  # makes the context, if nobody did yet
             self.handle: int = driver.ctxGetCurrent()
             self._events.extend(self._make_event() for _ in range(events))
         except cuda.errors as error:
@@ -98,11 +99,13 @@ class CudaContext:
                 handle = self._streams.popleft()
             except IndexError:
                 break
-            if self.cuda.calls.stream_query(handle) == 0:
+            with self.cuda.quiet:
+                status = self.cuda.runtime.streamQuery(handle)
+            if status == 0:
                 return handle
             self._streams.append(handle)
         try:
-            with self.current():
+            with self.current(), self.cuda.quiet:
                 made: int = self.cuda.runtime.streamCreateWithFlags(_NON_BLOCKING)
         except self.cuda.errors as error:
             raise self.failed(error, "a stream can't be made") from error
@@ -128,7 +131,8 @@ class CudaContext:
 
     def _make_event(self) -> int:
         try:
-            made: int = self.cuda.runtime.eventCreateWithFlags(_WITHOUT_TIMING)
+            with self.cuda.quiet:
+                made: int = self.cuda.runtime.eventCreateWithFlags(_WITHOUT_TIMING)
         except self.cuda.errors as error:
             raise self.failed(error, "an event can't be made") from error
         self.events_made += 1
@@ -186,7 +190,9 @@ class CudaEvent:
         """
         if self._done:
             return True
-        status = self._context.cuda.calls.event_query(self.handle)
+        cuda = self._context.cuda
+        with cuda.quiet:
+            status: int = cuda.runtime.eventQuery(self.handle)
         if status == 0:
             self._done = True
             return True
@@ -311,8 +317,11 @@ class CudaStream:
         context = self._context
         context.check()
         try:
-            with context.current():
+            if self.ptr > _PER_THREAD:
                 context.cuda.runtime.streamWaitEvent(self.ptr, event.handle)
+            else:
+                with context.current():
+                    context.cuda.runtime.streamWaitEvent(self.ptr, event.handle)
         except context.cuda.errors as error:
             raise context.failed(error, f"{self!r} can't wait for an event") from error
 

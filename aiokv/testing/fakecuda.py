@@ -22,7 +22,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokv.device.cudakernels import LOOPS
+from aiokv.device.cudakernels import LOOPS, WORDS
 from aiokv.device.cudalibrary import Cuda, DriverCalls
 from aiokv.device.cudastream import CudaStream
 
@@ -100,7 +100,9 @@ class FakeCuda:
                 setattr(driver, name.removeprefix("_driver_"), self._called(name))
         cupy = SimpleNamespace(
             __version__="14.2.0",
-            cuda=SimpleNamespace(runtime=runtime, driver=driver),
+            cuda=SimpleNamespace(
+                runtime=runtime, driver=driver, function=SimpleNamespace(CPointer=lambda address: address)
+            ),
             RawModule=lambda code, options: SimpleNamespace(get_function=self._function),
         )
         torch = SimpleNamespace(
@@ -113,9 +115,8 @@ class FakeCuda:
             ),
             as_tensor=_as_tensor,
         )
-        calls = SimpleNamespace(
-            batches=True, event_query=self._query, stream_query=self._stream_query, batch=self._batch
-        )
+        runtime.eventQuery, runtime.streamQuery = self._query, self._stream_query
+        calls = SimpleNamespace(batches=True, exchange=lambda mode: 0, batch=self._batch)
         return Cuda(cast(ModuleType, cupy), cast(ModuleType, torch), cast(DriverCalls, calls))
 
     @contextlib.contextmanager
@@ -297,13 +298,11 @@ class FakeCuda:
     def _function(self, name: str) -> SimpleNamespace:
         unit = int(name.removeprefix("move"))
 
-        def launch(
-            grid: tuple[int], block: tuple[int], args: tuple[NDArray[np.void]], *, stream: CudaStream
-        ) -> None:
+        def launch(grid: tuple[int], block: tuple[int], args: tuple[int], *, stream: CudaStream) -> None:
             if status := self.failing.pop("launch", 0) or self.status:
                 raise FakeError(status)
             self.launches.append((unit, grid[0], stream.ptr))
-            words = args[0].view(np.int64).ravel().tolist()
+            words = list((ctypes.c_int64 * WORDS).from_address(args[0]))
             self._push(stream.ptr, lambda: self._move(unit, words))
 
         return SimpleNamespace(kernel=launch)
