@@ -6,13 +6,13 @@ moves; afterwards nothing here allocates, synchronizes or loads a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from aiokv.device.base import Buffer, Stream
 from aiokv.device.cudacopy import CopyEngine
 from aiokv.device.cudacosts import PATHS, TYPICAL, CopyCosts
-from aiokv.device.cudalibrary import Cuda, load
+from aiokv.device.cudalibrary import CaptureMode, Cuda, load
 from aiokv.device.cudameasure import measured
 from aiokv.device.cudamemory import CudaBuffer, PinnedBuffer, allocate, pin
 from aiokv.device.cudastream import CudaContext, CudaEvent, CudaStream, adopted
@@ -89,6 +89,19 @@ class CudaDevice:
     def costs(self) -> CopyCosts:
         """What ways of copying between this GPU and the host cost; its text is a table."""
         return self._engine.costs
+
+    @property
+    def quiet(self) -> CaptureMode:
+        """A context in which the calling thread breaks no CUDA graph capture of another thread's."""
+        return self.context.cuda.quiet
+
+    def on_lost(self, callback: Callable[[DeviceError], None]) -> Callable[[], None]:
+        """Have ``callback`` called once, in whichever thread finds out, when the device is lost.
+
+        Returns:
+            What takes that back.
+        """
+        return self.context.on_lost(callback)
 
     # -- memory
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 from aiokv.device.base import Event
@@ -40,6 +41,8 @@ class CudaContext:
         self.ordinal = ordinal
         #: Why nothing works on this device any more; None while it does.
         self.lost: DeviceError | None = None
+        #: Who is told of it.
+        self._told: dict[Callable[[DeviceError], None], None] = {}
         runtime, driver = cuda.runtime, cuda.driver
         self._events: deque[int] = deque()
         self._streams: deque[int] = deque()
@@ -71,7 +74,14 @@ class CudaContext:
         if sticky(error) and self.lost is None:
             self.lost = DeviceError(f"CUDA device {self.ordinal} is lost to this process: {found}")
             self.lost.__cause__ = found
+            for callback in list(self._told):
+                callback(self.lost)
         return found
+
+    def on_lost(self, callback: Callable[[DeviceError], None]) -> Callable[[], None]:
+        """See ``CudaDevice.on_lost``."""
+        self._told[callback] = None
+        return lambda: self._told.pop(callback, None)
 
     def check(self) -> None:
         """Raise DeviceError if nothing works on this device any more."""

@@ -71,7 +71,8 @@ class Core:
         self._stopwatch = Stopwatch(clock, track)
         self.table.ledger.stepped = self._stopwatch.stepped
         self.leases = BlockLeases(cache.layout)
-        self.poller = CompletionPoller(self.loop, clock=clock)
+        guard = getattr(cache.device, "quiet", None)
+        self.poller = CompletionPoller(self.loop, clock=clock, guard=guard)
         self.mover = Mover(
             self.table,
             cache,

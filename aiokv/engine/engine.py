@@ -150,6 +150,8 @@ class TransferEngine:
         #: What was chosen; empty until it is made.
         self._transports: list[Transport] = []
         self._state: Literal["new", "starting", "open", "closing", "closed"] = "new"
+        #: Why it closed by itself: nothing works on the cache's device any more.
+        self._lost: DeviceError | None = None
         self.address = ""
         #: Keeps the cache open for as long as this engine is.
         self._keeping = ExitStack()
@@ -222,7 +224,28 @@ class TransferEngine:
         _check_sayable(hello)
         me = Identity(os.urandom(16), hello)
         track = self._trace.track(self.address, me.incarnation) if self._trace is not None else None
+        self._watch_device()
         self._core = Core(me, self.cache, self._channel, started, self._settings, self._clock, track)
+
+    def _watch_device(self) -> None:
+        """Hear of it when nothing works on the cache's device any more."""
+        on_lost = getattr(self.cache.device, "on_lost", None)
+        if on_lost is not None:
+            loop = asyncio.get_running_loop()
+
+            def lost(error: DeviceError) -> None:
+                with suppress(RuntimeError):  # the loop was closed
+                    loop.call_soon_threadsafe(self._on_device_lost, error)
+
+            self._keeping.callback(on_lost(lost))
+
+    def _on_device_lost(self, error: DeviceError) -> None:
+        """Close by ourselves: no transfer can succeed, and the peers are to hear of it now."""
+        if self._state != "open":
+            return
+        _log.error("%r closes: %s", self, error)
+        core, self._state, self._lost = self._opened(), "closing", error
+        self._closing = asyncio.ensure_future(self._close(core))
 
     async def __aexit__(
         self,
@@ -261,6 +284,10 @@ class TransferEngine:
         going = core.courses
         try:
             for course in going:
+                if self._lost is not None:
+                    failure = DeviceError(f"transfer {course.transfer}: {self._lost}")
+                    core.abort(course.transfer, failure, "failed")
+                    continue
                 error = ClosedError(f"transfer {course.transfer}: its engine was closed")
                 core.abort(course.transfer, error, "closed")
             for course in going:
@@ -307,6 +334,8 @@ class TransferEngine:
             self._heard.ring()
 
     def _opened(self) -> Core:
+        if self._lost is not None:
+            raise DeviceError(f"the engine is {self._state}: {self._lost}") from self._lost
         if self._core is None or self._state != "open":
             raise ClosedError(f"the engine is {self._state}")
         return self._core
