@@ -13,10 +13,14 @@ from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.extents import Extents
 from aiokv.transports.frames import Ranges
 
-__all__ = ["Arriving", "Parts"]
+__all__ = ["Arriving", "NoRoom", "Parts"]
 
 #: Forgotten parts that are remembered; data of older ones cuts the link.
 _FORGOTTEN = 4096
+
+
+class NoRoom(Exception):
+    """Whatever it goes through on its way is full; who is told of it asks again, when told to."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,6 +42,7 @@ class Arriving:
 
         Raises:
             ValueError: It is not in the plan, or some of it came before.
+            NoRoom: There is no place for it now.
         """
         self.plan.check(chunk)
         if not self.seen.setdefault((chunk.layer, chunk.copy), Ranges()).add(chunk.lo, chunk.hi):
@@ -45,6 +50,10 @@ class Arriving:
         copy = self.plan.copies(chunk.layer)[chunk.copy]
         _, offsets, lengths = extents.of(copy, chunk.lo, chunk.hi)
         return offsets + self.dst[copy.dst_buffer].address, lengths
+
+    def complete(self, chunk: Chunk) -> None:
+        """All of a chunk that was placed is there."""
+        self.landed(chunk.layer, chunk.nbytes)
 
 
 class Parts:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from aiokv.proto.plan import Chunk
-from aiokv.transports.arriving import Parts
+from aiokv.transports.arriving import NoRoom, Parts
 from aiokv.transports.frames import HEADER_BYTES, unpack
 from aiokv.transports.vectors import Vector, VectorIO
 
@@ -72,6 +72,8 @@ class Inlet:
         #: Part of a frame that came before anybody expected it, and the timer that ends the wait.
         self._early = b""
         self._early_timer: asyncio.TimerHandle | None = None
+        #: There was no room for the frame whose header came last.
+        self._full = False
         loop.add_reader(self._fd, self._readable)
 
     def stop(self) -> None:
@@ -111,9 +113,19 @@ class Inlet:
             self._early = b""
             self._early_timer.cancel()
             self._early_timer = None
-            self._begin()
-            if not self._stopped:
-                self._loop.add_reader(self._fd, self._readable)
+            self._go_on()
+
+    def retry(self) -> None:
+        """There may be room for what there was none for."""
+        if self._full and not self._stopped:
+            self._full = False
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Take up reading again, with the header that it was left at."""
+        self._begin()
+        if not (self._stopped or self._early or self._full):
+            self._loop.add_reader(self._fd, self._readable)
 
     # -- reading
 
@@ -129,7 +141,7 @@ class Inlet:
     def _read(self) -> None:
         """Take what the socket has, and at most a slice."""
         budget = self._slice
-        while budget and not self._stopped and not self._early:
+        while budget and not (self._stopped or self._early or self._full):
             asked = min(budget, self._vector.left)
             moved = self._io.read(self._fd, self._vector, asked)
             if not moved:
@@ -155,7 +167,7 @@ class Inlet:
             part, chunk = self._parts.expected[self._tag], self._chunk
             self._tag = b""
             try:
-                part.landed(chunk.layer, chunk.nbytes)
+                part.complete(chunk)
             except Exception as error:  # noqa: BLE001 - one part's mistake stops no other part's bytes
                 context = {"message": f"callback for {chunk} failed: {part.landed!r}", "exception": error}
                 self._loop.call_exception_handler(context)
@@ -178,6 +190,10 @@ class Inlet:
             return
         try:
             addresses, lengths = part.place(chunk, self._parts.extents)
+        except NoRoom:
+            self._full = True
+            self._loop.remove_reader(self._fd)
+            return
         except ValueError as error:
             self._cut(f"the producer sent what it must not: {error}")
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 
-from aiokv.device.base import Buffer
+from aiokv.device.base import Buffer, Event
 from aiokv.errors import LocalProtocolError
 from aiokv.proto.plan import CopyPlan
 from aiokv.transports.arriving import Arriving, Parts
@@ -44,17 +44,23 @@ class Receiver(StreamEnd):
         tag = tag_of(part)
         if self._parts.knows(tag):
             raise LocalProtocolError(f"part {part} was expected before; a new attempt needs a new number")
-        self._parts.expected[tag] = Arriving(plan, dst, landed)
+        self._parts.expected[tag] = self._arriving(tag, plan, dst, landed)
         for inlet in self._inlets:
             inlet.resume(tag)
 
-    def forget(self, part: PartId) -> None:
+    def _arriving(
+        self, tag: bytes, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]
+    ) -> Arriving:
+        return Arriving(plan, dst, landed)
+
+    def forget(self, part: PartId) -> Event | None:
         """From this call on nothing of ``part`` is written to its memory; what comes is drained."""
         tag = tag_of(part)
         self._parts.forget(tag)
         for inlet in self._inlets:
             inlet.turn_away(tag)
             inlet.resume(tag)
+        return None
 
     def cut(self, reason: str) -> None:
         """Let go of the sockets: nothing more is written to any part's memory."""

@@ -7,6 +7,10 @@ import socket
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from aiokv.device.base import Buffer, Event, Stream
 from aiokv.errors import DeviceError, PeerLostError
@@ -17,11 +21,20 @@ from aiokv.transports.frames import pack, tag_of
 from aiokv.transports.stream import StreamEnd, slice_of
 from aiokv.transports.vectors import Vector, VectorIO
 
-__all__ = ["Sender"]
+__all__ = ["Sender", "Taken"]
 
 #: Bytes that wait for a socket, beside which it still makes sense to send more: enough to keep
 #: the socket busy while the loop comes round.
 _AHEAD = 1 << 20
+
+
+class Taken(Protocol):
+    """Is told of what becomes of a frame: one of the two is set, once."""
+
+    #: The socket has taken all of it.
+    over: bool
+    #: It never will.
+    failure: DeviceError | None
 
 
 class _Sent:
@@ -65,14 +78,25 @@ class Sender(StreamEnd):
             raise self.lost_error()
         copy = plan.copies(chunk.layer)[chunk.copy]
         offsets, _, lengths = self._extents.of(copy, chunk.lo, chunk.hi)
-        header = array("B", pack(tag_of(part), chunk))
-        vector = Vector(offsets + src[copy.src_buffer].address, lengths, before=header.buffer_info())
         event = _Sent()
+        self.put(part, chunk, offsets + src[copy.src_buffer].address, lengths, event)
+        return event
+
+    def put(
+        self,
+        part: PartId,
+        chunk: Chunk,
+        addresses: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        taken: Taken,
+    ) -> None:
+        """Send host memory as a frame of one chunk; it stays as it is until ``taken`` is told."""
+        header = array("B", pack(tag_of(part), chunk))
+        vector = Vector(addresses, lengths, before=header.buffer_info())
         outlet = min(self._outlets, key=_waiting)
         self._outlets.remove(outlet)
         self._outlets.append(outlet)
-        outlet.put(vector, header, event)
-        return event
+        outlet.put(vector, header, taken)
 
     @property
     def writable(self) -> bool:
@@ -117,14 +141,14 @@ class _Outlet:
         self._loop = loop
         self._slice = slice_bytes
         #: What the socket has not taken: ranges, the header that the first of them is in, and the event.
-        self._queue: deque[tuple[Vector, array[int], _Sent]] = deque()
+        self._queue: deque[tuple[Vector, array[int], Taken]] = deque()
         #: Bytes of all of them.
         self.waiting = 0
         loop.add_reader(self._fd, self._readable)
 
-    def put(self, vector: Vector, header: array[int], event: _Sent) -> None:
+    def put(self, vector: Vector, header: array[int], taken: Taken) -> None:
         """Send this after what is there."""
-        self._queue.append((vector, header, event))
+        self._queue.append((vector, header, taken))
         self.waiting += vector.total
         if len(self._queue) == 1:
             self._write()
@@ -134,9 +158,10 @@ class _Outlet:
     def drop(self, reason: PeerLostError) -> None:
         """Nothing more is sent: what waits fails."""
         while self._queue:
-            *_, event = self._queue.popleft()
-            event.failure = DeviceError("not all of the chunk was sent")
-            event.failure.__cause__ = reason
+            *_, taken = self._queue.popleft()
+            failure = DeviceError("not all of the chunk was sent")
+            failure.__cause__ = reason
+            taken.failure = failure
         self.waiting = 0
 
     def _flush(self) -> None:
@@ -154,7 +179,7 @@ class _Outlet:
         budget = self._slice
         try:
             while self._queue and budget:
-                vector, _, event = self._queue[0]
+                vector, _, taken = self._queue[0]
                 moved = self._io.write(self._fd, vector, budget)
                 budget -= moved
                 self.waiting -= moved
@@ -162,7 +187,7 @@ class _Outlet:
                     # Full, or a slice is over. A vector of many entries takes several calls.
                     continue
                 self._queue.popleft()
-                event.over = True
+                taken.over = True
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:

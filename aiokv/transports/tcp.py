@@ -1,8 +1,9 @@
-"""``tcp``: the producer sends host memory over TCP, by one connection or several for each link.
+"""``tcp``: the producer sends over TCP, by one connection or several for each link.
 
 The consumer dials. Bytes go from memory to the socket and from the socket to memory, without
-serialization and without a copy in between. Each connection proves that both ends know the token;
-the data on them is neither encrypted nor authenticated.
+serialization and without a copy in between; those of a GPU by way of pinned memory (``staging``),
+chunk by chunk. The two ends may have different kinds of memory. Each connection proves that both ends
+know the token; the data on them is neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
+from aiokv.errors import CapacityError, ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.dialling import dial, dial_more, host_of, listening
 from aiokv.transports.ends import keep_until_lost
@@ -23,6 +24,9 @@ from aiokv.transports.handshake import MAX_STREAMS, STREAMS, new_token
 from aiokv.transports.listener import Listener
 from aiokv.transports.receiver import Receiver
 from aiokv.transports.sender import Sender
+from aiokv.transports.staging import STAGING_BYTES, Ring, Staging
+from aiokv.transports.staging_receiver import StagedReceiver
+from aiokv.transports.staging_sender import StagedSender
 from aiokv.transports.stream import StreamEnd
 from aiokv.transports.vectors import VectorIO
 
@@ -53,17 +57,25 @@ class TcpTransport:
             is listened at, or where that is all of them, the one that control messages go to.
         streams: Connections of each link, 1 to 16: what this end would like, and the most that it
             lets a consumer have. The lower of the two ends' numbers is used.
+        staging: Bytes of pinned memory that each link takes here, where the cache is on a GPU. A
+            producer's frames must fit into it, which are four times its ``Settings.chunk_bytes``.
 
     Raises:
         ValueError: There can't be so many streams.
     """
 
     def __init__(
-        self, ports: Sequence[int] = (), advertise: str | None = None, *, streams: int = STREAMS
+        self,
+        ports: Sequence[int] = (),
+        advertise: str | None = None,
+        *,
+        streams: int = STREAMS,
+        staging: int = STAGING_BYTES,
     ) -> None:
         if not 1 <= streams <= MAX_STREAMS:
             raise ValueError(f"a link has 1 to {MAX_STREAMS} streams, not {streams}")
         self._streams = streams
+        self._staging_bytes = staging
         self._ports = tuple(ports) or (0,)
         self._advertise = advertise
         self._started = False
@@ -71,6 +83,8 @@ class TcpTransport:
         self._listener: Listener | None = None
         self._description = _Description("", 0, b"")
         self._io = VectorIO()
+        #: Where a GPU's bytes pass through; None for host memory, and until started.
+        self._staging: Staging | None = None
         #: Ends at this engine that are not lost: senders and receivers.
         self._ends: set[StreamEnd] = set()
         self._accepted: dict[bytes, Sender] = {}
@@ -89,9 +103,9 @@ class TcpTransport:
         """Listen for consumers at ``host``."""
         if self._started:
             raise LocalProtocolError("this tcp transport was started before")
-        if cache.device.kind != "host":
+        if cache.device.kind not in ("host", "cuda"):
             raise DeviceError(
-                f"tcp: the cache is {cache.device.kind} memory, and only the host's can be sent"
+                f"tcp: the cache is {cache.device.kind} memory; the host's and GPUs' can be sent"
             )
         try:
             sock = await listening(host, self._ports)
@@ -103,6 +117,8 @@ class TcpTransport:
         told = self._advertise or ("" if everywhere else at)
         self._description = _Description(told, port, new_token())
         self._listener = Listener(sock, self._description.token, streams=self._streams, admit=self._admit)
+        if cache.device.kind == "cuda":
+            self._staging = Staging(cache, self._staging_bytes)
         self._started = True
 
     def _admit(self, socks: list[socket.socket], link: bytes) -> None:
@@ -110,7 +126,11 @@ class TcpTransport:
             for sock in socks:
                 sock.close()
             return
-        keep_until_lost(self._accepted, Sender(link, self.name, socks, self._io, self._ends))
+        if self._staging is None:
+            keep_until_lost(self._accepted, Sender(link, self.name, socks, self._io, self._ends))
+        else:
+            sender = StagedSender(link, self.name, socks, self._io, self._ends, self._staging)
+            keep_until_lost(self._accepted, sender)
 
     def describe(self) -> bytes:
         """Host, port and token."""
@@ -137,12 +157,26 @@ class TcpTransport:
                 await join(socks[1:], welcome)
             except (OSError, ValueError, PeerLostError) as error:
                 raise PeerLostError(f"tcp to {peer.address}: {error}") from error
+            ring = await self._ring()
+            if ring is not None and self._listener is None:
+                ring.retire()
             self._check_open()
         except BaseException:
             for sock in socks:
                 sock.close()
             raise
-        return Receiver(welcome.link, self.name, socks, self._io, self._ends)
+        if ring is None or self._staging is None:
+            return Receiver(welcome.link, self.name, socks, self._io, self._ends)
+        return StagedReceiver(welcome.link, self.name, socks, self._io, self._ends, self._staging, ring)
+
+    async def _ring(self) -> Ring | None:
+        """Memory that a GPU's bytes arrive in; None for host memory."""
+        if self._staging is None:
+            return None
+        try:
+            return await self._staging.ring()
+        except (CapacityError, DeviceError) as error:
+            raise PeerLostError(f"tcp: this end has no staging memory: {error}") from error
 
     def accepted(self, link: bytes) -> Link | None:
         """This engine's end of a link that a consumer opened, until it is lost."""
@@ -156,3 +190,5 @@ class TcpTransport:
         for end in list(self._ends):
             end.close()
         self._accepted.clear()
+        if self._staging is not None:
+            await self._staging.aclose()

@@ -245,8 +245,10 @@ def fill(buffer: object, data: NDArray[np.uint8]) -> None:
         return
     import torch
 
-    tensor().copy_(torch.from_numpy(data))
-    torch.cuda.synchronize()
+    target = tensor()
+    target.copy_(torch.from_numpy(data))
+    if target.is_cuda:
+        torch.cuda.synchronize()
 
 
 def bytes_of(buffer: object) -> NDArray[np.uint8]:

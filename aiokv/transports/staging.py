@@ -1,0 +1,357 @@
+"""Pinned memory of the host, in rings of slots, through which a GPU's memory goes to transports of the host.
+
+A link has a ring of its own at each end. It is made off the loop, and before the link moves anything;
+a slot is free again when the device's copy from or to it is done, by that copy's own event, and the
+other side of it (a socket, a peer) has had its turn. When no slot is free what comes waits. A ring
+is given back when its link is over and nothing on the device is in flight to or from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import io
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Protocol, cast
+
+from aiokv.device.base import Buffer, Device, Event, Stream
+from aiokv.device.cache import KVCache
+from aiokv.device.host import HostBuffer
+from aiokv.device.poller import CompletionPoller
+from aiokv.errors import CapacityError, DeviceError
+from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.transports.mapping import off_loop
+
+__all__ = ["STAGING_BYTES", "Gpu", "Pending", "Ring", "Staging", "map_shared", "shared", "split"]
+
+#: Pinned memory of one link at one end, in bytes, unless something else is asked for.
+STAGING_BYTES = 32 << 20
+#: What is moved at a time. Smaller slots cost more turns of the loop, larger ones more time before the
+#: first byte and after the last.
+_SLOT_BYTES = 4 << 20
+#: The least slots that keep a device busy while one is being sent.
+_LEAST_SLOTS = 4
+_PAGE = 4096
+#: How long closing waits for copies that are in flight, in seconds.
+_PATIENCE_S = 2.0
+
+
+class Gpu(Device, Protocol):
+    """What staging needs of a device of the kind ``cuda``."""
+
+    def gather(
+        self,
+        plan: CopyPlan,
+        chunk: Chunk,
+        src: Sequence[Buffer],
+        staging: Buffer,
+        offset: int,
+        *,
+        stream: Stream,
+    ) -> None:
+        """Enqueue: a chunk's bytes, in plan order, to ``staging`` from ``offset`` on."""
+
+    def scatter(
+        self,
+        plan: CopyPlan,
+        chunk: Chunk,
+        staging: Buffer,
+        offset: int,
+        dst: Sequence[Buffer],
+        *,
+        stream: Stream,
+    ) -> None:
+        """Enqueue: the mirror image."""
+
+    def pin_now(self, host: HostBuffer, *, readonly: bool = False) -> PinnedMemory:
+        """Pin host memory, which then belongs to what is returned. Blocks."""
+
+
+class PinnedMemory(Buffer, Protocol):
+    """Host memory that the device copies from and to."""
+
+    def close(self) -> None:
+        """Give it back; nothing may be in flight. Blocks."""
+
+
+def split(plan: CopyPlan, chunk: Chunk, limit: int) -> Iterator[Chunk]:
+    """A chunk as chunks of at most ``limit`` bytes, in order.
+
+    Raises:
+        DeviceError: A piece of it is larger.
+    """
+    size = plan.copies(chunk.layer)[chunk.copy].section.piece_bytes
+    step = limit // size
+    if not step:
+        raise DeviceError(f"{chunk} has pieces of {size} bytes, and staging memory slots of {limit}")
+    for lo in range(chunk.lo, chunk.hi, step):
+        hi = min(lo + step, chunk.hi)
+        yield Chunk(chunk.layer, chunk.copy, lo, hi, (hi - lo) * size)
+
+
+class Ring:
+    """Pinned memory in slots of one size. Made by ``Staging``.
+
+    Args:
+        memory: The memory.
+        slot_bytes: Size of a slot.
+        poller: Tells when events are done.
+        close: Gives the memory back; called once, when that may be done.
+    """
+
+    def __init__(
+        self, memory: PinnedMemory, slot_bytes: int, poller: CompletionPoller, close: Callable[[Ring], None]
+    ) -> None:
+        self.memory = memory
+        self.slot_bytes = slot_bytes
+        self.slots = memory.nbytes // slot_bytes
+        self._poller = poller
+        self._close = close
+        self._free = deque(range(self.slots))
+        #: Copies that are in flight.
+        self._flying = 0
+        self._retired = False
+
+    @property
+    def free(self) -> int:
+        """How many slots are free."""
+        return len(self._free)
+
+    def take(self) -> int:
+        """A free slot, which is now its taker's."""
+        return self._free.popleft()
+
+    def give(self, slot: int) -> None:
+        """A slot is used no more."""
+        self._free.append(slot)
+
+    def offset(self, slot: int) -> int:
+        """Where a slot begins in the memory, in bytes."""
+        return slot * self.slot_bytes
+
+    def address(self, slot: int) -> int:
+        """Where a slot begins in this process."""
+        return self.memory.address + slot * self.slot_bytes
+
+    def watch(self, event: Event, stream: Stream, then: Callable[[DeviceError | None], None]) -> None:
+        """A copy from or to the memory is in flight until ``event`` is done; then call ``then``."""
+        self._flying += 1
+        self._poller.watch(event, stream, partial(self._landed, then))
+
+    def _landed(self, then: Callable[[DeviceError | None], None], error: DeviceError | None) -> None:
+        self._flying -= 1
+        then(error)
+        if self._retired and not self._flying:
+            self._close(self)
+
+    def retire(self) -> None:
+        """Give the memory back as soon as nothing is in flight. May be called twice."""
+        if self._retired:
+            return
+        self._retired = True
+        if not self._flying:
+            self._close(self)
+
+
+class Staging:
+    """One transport's staging memory, and the poller of its copies. Made on the loop.
+
+    Args:
+        cache: What is moved; its blocks decide how large a slot is at least.
+        nbytes: Size of a ring; it has four slots at least, each at least as large as a block of one layer.
+    """
+
+    def __init__(self, cache: KVCache, nbytes: int = STAGING_BYTES) -> None:
+        self.device = cast(Gpu, cache.device)
+        # A piece of a plan, which can't be divided, is within one block of one layer.
+        blocks = [group.block_bytes for group in cache.layout.groups]
+        size = max(min(_SLOT_BYTES, nbytes // _LEAST_SLOTS), *blocks)
+        self.slot_bytes = -(-size // _PAGE) * _PAGE
+        self.slots = max(nbytes // self.slot_bytes, _LEAST_SLOTS)
+        self.poller = CompletionPoller(asyncio.get_running_loop())
+        self._pinning: set[asyncio.Future[PinnedMemory]] = set()
+        self._rings: set[Ring] = set()
+        self._closing: set[asyncio.Future[None]] = set()
+        #: Set when the last ring was given back.
+        self._idle = asyncio.Event()
+
+    @property
+    def nbytes(self) -> int:
+        """Size of a ring."""
+        return self.slots * self.slot_bytes
+
+    def stream(self) -> Stream:
+        """A side stream of the device."""
+        return self.device.stream()
+
+    async def ring(self, make: Callable[[int], HostBuffer] = HostBuffer.allocate) -> Ring:
+        """New pinned memory, made off the loop; whoever asked for it retires it.
+
+        Args:
+            make: Makes the memory, from its size.
+
+        Raises:
+            CapacityError: There isn't so much.
+            DeviceError: It can't be pinned.
+        """
+        pinning = self._pin(make)
+        try:
+            memory = await asyncio.shield(pinning)
+        except asyncio.CancelledError:
+            pinning.add_done_callback(self._unwanted)
+            raise
+        return self._made(memory)
+
+    def request(
+        self,
+        then: Callable[[Ring | None, BaseException | None], None],
+        make: Callable[[int], HostBuffer] = HostBuffer.allocate,
+    ) -> None:
+        """The same, for who can't await it: ``then`` gets the ring, or why there is none."""
+
+        def made(pinning: asyncio.Future[PinnedMemory]) -> None:
+            error = pinning.exception()
+            then(None if error is not None else self._made(pinning.result()), error)
+
+        self._pin(make).add_done_callback(made)
+
+    def _pin(self, make: Callable[[int], HostBuffer]) -> asyncio.Future[PinnedMemory]:
+        pinning = off_loop(partial(_pinned, self.device, make, self.nbytes), "aiokv-pin")
+        self._pinning.add(pinning)
+        pinning.add_done_callback(self._pinning.discard)
+        return pinning
+
+    def _made(self, memory: PinnedMemory) -> Ring:
+        ring = Ring(memory, self.slot_bytes, self.poller, self._give_back)
+        self._rings.add(ring)
+        return ring
+
+    def _unwanted(self, pinning: asyncio.Future[PinnedMemory]) -> None:
+        if pinning.exception() is None:
+            self._made(pinning.result()).retire()
+
+    def _give_back(self, ring: Ring) -> None:
+        self._rings.discard(ring)
+        closing = off_loop(ring.memory.close, "aiokv-unpin")
+        self._closing.add(closing)
+        closing.add_done_callback(self._given_back)
+
+    def _given_back(self, closing: asyncio.Future[None]) -> None:
+        self._closing.discard(closing)
+        closing.exception()  # seen: a device that is lost unpins nothing
+        if not self._rings:
+            self._idle.set()
+
+    async def aclose(self) -> None:
+        """Give all memory back, once nothing is in flight. May be called twice."""
+        while self._pinning:
+            await asyncio.wait(self._pinning)  # and those who asked for it, whose links are over, retire it
+        for ring in list(self._rings):
+            ring.retire()
+        # Better memory that stays pinned than a copy to nowhere.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_S):
+                while self._rings:
+                    self._idle.clear()
+                    await self._idle.wait()
+        if self._closing:
+            await asyncio.wait(self._closing)
+        self.poller.close()
+
+
+def _pinned(device: Gpu, make: Callable[[int], HostBuffer], nbytes: int) -> PinnedMemory:
+    host = make(nbytes)
+    try:
+        return device.pin_now(host)
+    except BaseException:
+        host.close()
+        raise
+
+
+class Pending:
+    """An event that is done when all copies that it was told of are; failed ones are over, too."""
+
+    __slots__ = ("_events", "_failure", "left")
+
+    def __init__(self, left: int = 0) -> None:
+        #: How many more it will be told of.
+        self.left = left
+        self._events: list[Event] = []
+        self._failure: DeviceError | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it was given up, or a copy failed."""
+        return self._failure is not None
+
+    def add(self, event: Event) -> None:
+        """One more copy is in flight."""
+        self._events.append(event)
+
+    def fail(self, error: DeviceError) -> None:
+        """No more copies come; the first reason counts."""
+        self._failure = self._failure or error
+
+    def done(self) -> bool:
+        """Whether nothing is in flight and nothing comes.
+
+        Raises:
+            DeviceError: It was given up, and nothing is in flight.
+        """
+        while self._events:
+            try:
+                if not self._events[-1].done():
+                    return False
+            except DeviceError as error:
+                self.fail(error)
+            self._events.pop()
+        if self._failure is not None:
+            raise self._failure
+        return not self.left
+
+
+# -- memory that two processes have -----------------------------------------------------------------
+
+
+def shared(nbytes: int) -> HostBuffer:
+    """New memory, page aligned, that another process can map to be written, too; see ``map_shared``.
+
+    Raises:
+        CapacityError: There isn't so much.
+    """
+    file = None
+    try:
+        fd = os.memfd_create("aiokv-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        file = io.FileIO(fd, "r+")
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        mapping = _mapped(fd, nbytes)
+    except (OSError, ValueError) as error:
+        if file is not None:
+            file.close()
+        raise CapacityError(f"{nbytes} bytes of shared memory can't be had: {error}") from error
+    return HostBuffer(memoryview(mapping), file=file, mapping=mapping)
+
+
+def map_shared(fd: int, nbytes: int) -> HostBuffer:
+    """Map what another process's ``shared`` made, of which the descriptor stays the caller's.
+
+    Raises:
+        DeviceError: It is smaller, can be cut short, or can't be mapped.
+    """
+    try:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < nbytes:
+            raise DeviceError(f"the shared memory is less than {nbytes} bytes, or could be cut short")
+        mapping = _mapped(fd, nbytes)
+    except (OSError, ValueError) as error:
+        raise DeviceError(f"the shared memory can't be mapped: {error}") from error
+    return HostBuffer(memoryview(mapping), mapping=mapping)
+
+
+def _mapped(fd: int, nbytes: int) -> mmap.mmap:
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

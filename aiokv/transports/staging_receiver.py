@@ -1,0 +1,209 @@
+"""The consumer's end of a link over stream sockets, for a GPU's memory: received in slots, then scattered."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiokv.device.base import Buffer, Event
+from aiokv.errors import DeviceError
+from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.transports.arriving import Arriving, NoRoom
+from aiokv.transports.base import PartId
+from aiokv.transports.extents import Extents
+from aiokv.transports.frames import Ranges, tag_of
+from aiokv.transports.receiver import Receiver
+from aiokv.transports.staging import Pending, Ring, Staging, split
+from aiokv.transports.stream import StreamEnd
+from aiokv.transports.vectors import VectorIO
+
+__all__ = ["Scatterer", "StagedReceiver"]
+
+
+class Scatterer:
+    """Copies slots of one ring to where parts want them, and knows of each part what is in flight.
+
+    Args:
+        staging: The transport's.
+        ring: The link's.
+        freed: Called when a slot is free again.
+        broke: Called when the device failed; told how.
+    """
+
+    def __init__(
+        self, staging: Staging, ring: Ring, freed: Callable[[int], None], broke: Callable[[str], None]
+    ) -> None:
+        self.ring = ring
+        self._staging = staging
+        self._freed = freed
+        self._broke = broke
+        # One loads while the other's copies end.
+        self._streams = (staging.stream(), staging.stream())
+        self._turn = 0
+        #: By tag, what was submitted and not seen done.
+        self._flying: dict[bytes, dict[Event, None]] = {}
+
+    def scatter(
+        self,
+        tag: bytes,
+        plan: CopyPlan,
+        chunk: Chunk,
+        dst: Sequence[Buffer],
+        slot: int,
+        landed: Callable[[int, int], None],
+    ) -> None:
+        """Copy a chunk from ``slot``; then call ``landed``, and free the slot."""
+        self._turn ^= 1
+        stream = self._streams[self._turn]
+        try:
+            self._staging.device.scatter(
+                plan, chunk, self.ring.memory, self.ring.offset(slot), dst, stream=stream
+            )
+            event = stream.record()
+        except DeviceError as error:
+            self._broke(f"a chunk can't be copied to the device: {error}")
+            return
+        self._flying.setdefault(tag, {})[event] = None
+        self.ring.watch(event, stream, partial(self._scattered, tag, chunk, event, slot, landed))
+
+    def _scattered(
+        self,
+        tag: bytes,
+        chunk: Chunk,
+        event: Event,
+        slot: int,
+        landed: Callable[[int, int], None],
+        error: DeviceError | None,
+    ) -> None:
+        flying = self._flying[tag]
+        del flying[event]
+        if not flying:
+            del self._flying[tag]
+        if error is not None:
+            self._broke(f"a chunk was not copied to the device: {error}")
+            return
+        landed(chunk.layer, chunk.nbytes)
+        self._freed(slot)
+
+    def quiet(self, tag: bytes) -> Event | None:
+        """An event for the end of all that is in flight of a part; None when nothing is."""
+        if tag not in self._flying:
+            return None
+        pending = Pending()
+        for event in self._flying[tag]:
+            pending.add(event)
+        return pending
+
+
+class _StagedArriving(Arriving):
+    """A part whose frames come to slots."""
+
+    def __init__(
+        self,
+        tag: bytes,
+        plan: CopyPlan,
+        dst: Sequence[Buffer],
+        landed: Callable[[int, int], None],
+        scatterer: Scatterer,
+    ) -> None:
+        super().__init__(plan, dst, landed)
+        self._tag = tag
+        self._scatterer = scatterer
+        #: Slots of frames that are being read, and which part of the frame goes to each.
+        self._reading: dict[Chunk, list[tuple[Chunk, int]]] = {}
+        self._wanted = True
+
+    def place(self, chunk: Chunk, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Slots for a frame that begins to arrive."""
+        ring = self._scatterer.ring
+        self.plan.check(chunk)
+        try:
+            parts = list(split(self.plan, chunk, ring.slot_bytes))
+        except DeviceError as error:
+            raise ValueError(str(error)) from error
+        if len(parts) > ring.slots:
+            raise ValueError(f"{chunk} needs {len(parts)} slots of staging memory, there are {ring.slots}")
+        if len(parts) > ring.free:
+            raise NoRoom
+        if not self.seen.setdefault((chunk.layer, chunk.copy), Ranges()).add(chunk.lo, chunk.hi):
+            raise ValueError(f"{chunk} came before")
+        placed = self._reading[chunk] = [(part, ring.take()) for part in parts]
+        addresses = np.array([ring.address(slot) for _, slot in placed], dtype=np.int64)
+        return addresses, np.array([part.nbytes for part, _ in placed], dtype=np.int64)
+
+    def complete(self, chunk: Chunk) -> None:
+        """All of a frame is in its slots."""
+        for part, slot in self._reading.pop(chunk):
+            self._scatterer.scatter(self._tag, self.plan, part, self.dst, slot, self._landed)
+
+    def _landed(self, layer: int, nbytes: int) -> None:
+        if self._wanted:
+            self.landed(layer, nbytes)
+
+    def forget(self) -> list[int]:
+        """Tell nobody of what lands from now on; gives the slots of frames that are being read."""
+        self._wanted = False
+        reading, self._reading = self._reading, {}
+        return [slot for placed in reading.values() for _, slot in placed]
+
+
+class StagedReceiver(Receiver):
+    """Takes chunks from the sockets to its ring, and from there to the memory of the parts that expect them.
+
+    Args:
+        link: Its id.
+        name: Of the transport.
+        socks: Its connections.
+        io: The calls that read.
+        table: Where it is kept.
+        staging: The transport's.
+        ring: Its own, which it retires.
+    """
+
+    def __init__(
+        self,
+        link: bytes,
+        name: str,
+        socks: Sequence[socket.socket],
+        io: VectorIO,
+        table: set[StreamEnd],
+        staging: Staging,
+        ring: Ring,
+    ) -> None:
+        super().__init__(link, name, socks, io, table)
+        self._ring = ring
+        self._scatterer = Scatterer(staging, ring, self._freed, self.cut)
+
+    def _arriving(
+        self, tag: bytes, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]
+    ) -> Arriving:
+        return _StagedArriving(tag, plan, dst, landed, self._scatterer)
+
+    def _freed(self, *slots: int) -> None:
+        for slot in slots:
+            self._ring.give(slot)
+        for inlet in self._inlets:
+            inlet.retry()
+
+    def forget(self, part: PartId) -> Event | None:
+        """From this call on no copy of ``part`` is begun; what is in flight ends with the event."""
+        tag = tag_of(part)
+        arriving = self._parts.expected.get(tag)
+        super().forget(part)
+        if isinstance(arriving, _StagedArriving):
+            self._freed(*arriving.forget())
+        return self._scatterer.quiet(tag)
+
+    def cut(self, reason: str) -> None:
+        """Let go of the sockets; what is in the slots is not copied any more, and what is in flight ends."""
+        if self._lost:
+            return
+        for arriving in self._parts.expected.values():
+            if isinstance(arriving, _StagedArriving):
+                arriving.forget()
+        super().cut(reason)
+        self._ring.retire()
