@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["DIRECTIONS", "PATHS", "CopyCosts", "Cost"]
+__all__ = ["DIRECTIONS", "PATHS", "TYPICAL", "CopyCosts", "Cost"]
 
 #: ``plain``: one DMA a fragment; ``batch``: all in one call; ``staged``: gathered on the GPU and sent by
 #: one DMA a staging chunk, or the mirror image; ``kernel``: a kernel that reaches through PCIe.

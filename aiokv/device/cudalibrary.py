@@ -176,25 +176,31 @@ def sticky(error: BaseException | int | None) -> bool:
     return error in _STICKY
 
 
-def load() -> Cuda:
+def load(
+    imported: Callable[[str], ModuleType] = import_module, calls: Callable[[], DriverCalls] = DriverCalls
+) -> Cuda:
     """Import torch and cupy, and find the driver.
+
+    Args:
+        imported: Imports a module by its name.
+        calls: Finds the driver.
 
     Raises:
         DeviceError: One is missing, too old, or there is no GPU; the message says what mends it.
     """
-    torch = _imported("torch", "pip install torch")
+    torch = _imported(imported, "torch", "pip install torch")
     extra = extra_of(torch)
     mend = f"pip install 'aiokv[{extra}]'"
-    cupy = _imported("cupy", mend)
+    cupy = _imported(imported, "cupy", mend)
     check_versions(torch, cupy, mend)
     try:
-        calls = DriverCalls()
+        found = calls()
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as error:
         raise DeviceError(f"there is no usable CUDA driver: {error}") from error
     if not count:
         raise DeviceError("there is no CUDA device")
-    return Cuda(cupy, torch, calls)
+    return Cuda(cupy, torch, found)
 
 
 def extra_of(torch: ModuleType) -> str:
@@ -225,8 +231,8 @@ def _version(module: ModuleType) -> tuple[int, ...]:
     return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)
 
 
-def _imported(name: str, mend: str) -> ModuleType:
+def _imported(imported: Callable[[str], ModuleType], name: str, mend: str) -> ModuleType:
     try:
-        return import_module(name)
+        return imported(name)
     except Exception as error:  # a broken build raises anything
         raise DeviceError(f"CUDA caches need {name}, which can't be imported ({error!r}): {mend}") from error
