@@ -325,7 +325,7 @@ class FakeNccl:
         with self._meeting:
             ends = self._ends.setdefault(name, {})
             if rank in ends:
-                self.faults.append(f"rank {rank} came twice")
+                raise FakeNcclError(f"NCCL_ERROR_SYSTEM_ERROR: rank {rank} came twice")
             ends[rank] = end
             self._meeting.notify_all()
             while (len(ends) < ranks or self.hang_in_init) and not self._closed:

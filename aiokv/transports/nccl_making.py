@@ -20,6 +20,8 @@ PRODUCER, CONSUMER = 0, 1
 NONCE = 16
 #: How often the thread looks whether they came.
 _STEP_S = 0.0005
+#: How long one that is abandoned may go on waiting for the other end, before something is done about it.
+_LAST_S = 1.0
 
 
 class Making:
@@ -61,6 +63,8 @@ class Making:
         #: Who came first: the thread, to use the slot, or the loop, to forbid it.
         self._first: dict[None, str] = {}
         self._abandoned = False
+        #: The constructor has returned, or raised.
+        self._met = False
 
     def begin(self) -> asyncio.Future[Communicator]:
         """Start the thread; the future is of a communicator that works, which its owner aborts.
@@ -76,11 +80,29 @@ class Making:
             Whether the slot may be used until the thread has ended.
         """
         self._abandoned = True
+        if self._rank == CONSUMER and not self._met:
+            off_loop(self._stand_in, "aiokv-nccl-end").add_done_callback(_seen)
         return self._first.setdefault(None, "loop") == "thread"
+
+    def _stand_in(self) -> None:
+        """Come to the meeting as the producer.
+
+        Nothing else ends the wait for one who will never come, and it would keep its thread and sockets. What
+        is made of two ends in one place, if NCCL lets that be, is let go of.
+        """
+        until = time.monotonic() + _LAST_S
+        while not self._met and time.monotonic() < until:
+            time.sleep(_LAST_S / 20)
+        if not self._met:
+            self._calls.use(self._ordinal)
+            self._calls.communicator(self._name, PRODUCER).abort()
 
     def _run(self) -> Communicator:
         self._calls.use(self._ordinal)
-        made = self._calls.communicator(self._name, self._rank)
+        try:
+            made = self._calls.communicator(self._name, self._rank)
+        finally:
+            self._met = True
         try:
             if self._first.setdefault(None, "thread") == "loop":
                 raise PeerLostError("given up before it was made")
@@ -120,3 +142,8 @@ class Making:
             time.sleep(_STEP_S)
         if error := made.error():
             raise DeviceError(error)
+
+
+def _seen(future: asyncio.Future[None]) -> None:
+    """Whether it was needed, and worked, is nobody's business."""
+    future.exception()

@@ -66,6 +66,11 @@ class Child:
         names = ("leases", "quarantined", "in_flight", "parts", "bytes_received", "loop_lag_max")
         return {name: getattr(found, name) for name in names}
 
+    async def communicators(self) -> int:
+        """How many it has."""
+        (transport,) = self.engine._transports
+        return sum(end._comm is not None for end in transport._home.ends)
+
     async def memory(self) -> int:
         """Bytes of the GPU that anybody uses."""
         import torch

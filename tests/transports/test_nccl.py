@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -16,7 +17,7 @@ from aiokv.proto.layout import CacheLayout
 from aiokv.testing.conformance.transportkit import Part, Path, TransportKit, bytes_of, done
 from aiokv.testing.conformance.transports import CASES, Case
 from aiokv.testing.fakenccl import FakeNccl, StagingMockedDevice
-from aiokv.transports import nccl, nccl_calls, nccl_end, nccl_receiver
+from aiokv.transports import nccl, nccl_calls, nccl_end, nccl_making, nccl_receiver
 from aiokv.transports.base import Transport
 from aiokv.transports.nccl import NcclTransport
 from aiokv.transports.nccl_calls import Calls
@@ -278,6 +279,27 @@ async def test_a_communicator_through_which_nothing_comes_is_not_used(seed: int)
             await connecting
         for engine in (producer, consumer):
             await until(lambda home=engine.transport._home: not home.lingering)
+
+
+@pytest.mark.asyncio
+async def test_who_waits_for_a_producer_that_never_comes_is_not_left_waiting(seed: int, monkeypatch) -> None:
+    monkeypatch.setattr(nccl_making, "_LAST_S", 0.02)
+    monkeypatch.setattr(NcclSender, "_make", lambda *_: None)
+    async with NcclKit(seed) as kit:
+        producer, consumer = await kit.engine(PLAIN), await kit.engine(PLAIN)
+        connecting = asyncio.ensure_future(
+            consumer.transport.connect(producer.transport.describe(), producer.info)
+        )
+
+        def making() -> bool:
+            return any(thread.name == "aiokv-nccl-make" for thread in threading.enumerate())
+
+        await until(making)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        await until(lambda: not making())
+        await until(lambda: not kit.fake.alive())
 
 
 @pytest.mark.asyncio
