@@ -29,7 +29,7 @@ __all__ = [
 
 #: Transports that an engine uses by default, best first: with a cache in host memory, and on a GPU.
 TRANSPORTS = ("shm", "cma", "tcp")
-CUDA_TRANSPORTS = ("cuda_ipc", "nccl", "tcp")
+CUDA_TRANSPORTS = ("cuda_ipc", "nccl", "shm", "tcp")
 _NAMES = tuple(dict.fromkeys(TRANSPORTS + CUDA_TRANSPORTS))
 
 #: The module of each channel, by the scheme of its addresses.
@@ -58,14 +58,17 @@ def _scheme(address: str) -> str:
     return found if found in _CHANNELS else "tcp"
 
 
-async def imported(chosen: Sequence[str | Transport], bind: str | None) -> None:
+async def imported(chosen: Sequence[str | Transport], bind: str | None, kind: str = "host") -> None:
     """Import what is needed off the loop, which zmq alone would hold for 50 ms and more.
 
     Args:
         chosen: The transports.
         bind: The address for which ``channel_at`` will be called; None: it won't be.
+        kind: Of device memory, that the transports are for.
     """
     modules = [f"aiokv.transports.{each}" for each in chosen if isinstance(each, str)]
+    if kind == "cuda" and "shm" in chosen:
+        modules.append("aiokv.transports.staging_shm")
     if bind is not None:
         modules.append(_CHANNELS[_scheme(bind)])
     if missing := [name for name in modules if name not in sys.modules]:
@@ -83,9 +86,7 @@ def channel_at(bind: str, advertise: str | None, access: Access = _ANYBODY) -> C
     return ZmqChannel(bind, advertise=advertise, keys=access.keys, allow=access.allow or ())
 
 
-def checked_transports(
-    wanted: Sequence[str | Transport] | None, kind: str = "host"
-) -> list[str | Transport]:
+def checked_transports(wanted: Sequence[str | Transport] | None, kind: str = "host") -> list[str | Transport]:
     """Names of transports, and transports that the caller made; by default all there are.
 
     Args:
@@ -159,6 +160,7 @@ def transports_named(
     ports: Sequence[int] = (),
     advertise: str | None = None,
     streams: int = STREAMS,
+    kind: str = "host",
 ) -> list[Transport]:
     """Transports by name, or as the caller made them; see ``checked_transports``.
 
@@ -167,16 +169,21 @@ def transports_named(
         ports: Where ``tcp`` may listen; none: at any free port.
         advertise: Control address that peers are told, whose host leads to ``tcp``, too.
         streams: Connections of each ``tcp`` link.
+        kind: Of device memory, that they are for.
     """
     host = None if advertise is None else Address.parse(advertise, advertise.partition("://")[0]).host
     return [
-        _made(each, ports, host, streams) if isinstance(each, str) else each
-        for each in checked_transports(wanted)
+        _made(each, ports, host, streams, kind) if isinstance(each, str) else each
+        for each in checked_transports(wanted, kind)
     ]
 
 
-def _made(name: str, ports: Sequence[int], host: str | None, streams: int) -> Transport:
+def _made(name: str, ports: Sequence[int], host: str | None, streams: int, kind: str) -> Transport:
     match name:
+        case "shm" if kind == "cuda":
+            from aiokv.transports.staging_shm import StagedShmTransport
+
+            return StagedShmTransport()
         case "shm":
             from aiokv.transports.shm import ShmTransport
 

@@ -196,11 +196,16 @@ class TransferEngine:
 
     async def _start(self) -> None:
         self._keeping.enter_context(self.cache.kept_open())
-        await imported(self._chosen, self._bind if self._channel is None else None)
+        kind = self.cache.device.kind
+        await imported(self._chosen, self._bind if self._channel is None else None, kind)
         if self._channel is None:
             self._channel = channel_at(self._bind, self._advertise, self._access)
         self._transports = transports_named(
-            self._chosen, ports=self._data_ports, advertise=self._advertise, streams=self._tcp_streams
+            self._chosen,
+            ports=self._data_ports,
+            advertise=self._advertise,
+            streams=self._tcp_streams,
+            kind=kind,
         )
         started, faults = [], []
         for transport in self._transports:

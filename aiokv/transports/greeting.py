@@ -15,7 +15,7 @@ from aiokv.errors import PeerLostError
 from aiokv.transports.handshake import MAX_EXTRA, NONCE, WELCOME, Ask, Secret, Welcome
 from aiokv.transports.listener import MAX_FDS
 
-__all__ = ["greet", "join"]
+__all__ = ["greet", "join", "receive"]
 
 
 async def greet(sock: socket.socket, token: bytes, streams: int = 1) -> Welcome:
@@ -71,7 +71,7 @@ async def join(socks: Sequence[socket.socket], welcome: Welcome) -> None:
 
 async def _prove(sock: socket.socket, secret: Secret, ask: Ask, fds: list[int]) -> tuple[bytes, bytes]:
     """Answer the producer's challenge; returns its random bytes, and ours."""
-    theirs = await _receive(sock, NONCE, fds)
+    theirs = await receive(sock, NONCE, fds)
     ours = secrets.token_bytes(NONCE)
     with _translated():
         sock.send(ask.pack(ours, secret.of_consumer(theirs, ours, ask)))
@@ -82,15 +82,15 @@ async def _hear(
     sock: socket.socket, secret: Secret, ask: Ask, theirs: bytes, ours: bytes, fds: list[int]
 ) -> tuple[bytes, int, bytes]:
     """Take the producer's welcome: the link's id, how many streams it has, and what is said beside."""
-    link, proof, streams, size = WELCOME.unpack(await _receive(sock, WELCOME.size, fds))
+    link, proof, streams, size = WELCOME.unpack(await receive(sock, WELCOME.size, fds))
     if not hmac.compare_digest(proof, secret.of_producer(theirs, ours, ask, link, streams)):
         raise PeerLostError("who answers there does not know the producer's token")
     if size > MAX_EXTRA:
         raise PeerLostError(f"the producer announces {size} bytes, more than a handshake can have")
-    return link, streams, await _receive(sock, size, fds)
+    return link, streams, await receive(sock, size, fds)
 
 
-async def _receive(sock: socket.socket, size: int, fds: list[int]) -> bytes:
+async def receive(sock: socket.socket, size: int, fds: list[int]) -> bytes:
     """Exactly ``size`` bytes; descriptors that come along are appended to ``fds``."""
     data = b""
     while len(data) < size:

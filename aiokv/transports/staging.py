@@ -37,6 +37,8 @@ _SLOT_BYTES = 4 << 20
 #: The least slots that keep a device busy while one is being sent.
 _LEAST_SLOTS = 4
 _PAGE = 4096
+#: Rings of peers may be as large, whatever is usual here.
+_MOST_BYTES = 1 << 30
 #: How long closing waits for copies that are in flight, in seconds.
 _PATIENCE_S = 2.0
 
@@ -74,6 +76,14 @@ class Gpu(Device, Protocol):
 
 class PinnedMemory(Buffer, Protocol):
     """Host memory that the device copies from and to."""
+
+    @property
+    def view(self) -> memoryview:
+        """All of it, as bytes."""
+
+    @property
+    def fd(self) -> int | None:
+        """Its descriptor, where other processes can be given it."""
 
     def close(self) -> None:
         """Give it back; nothing may be in flight. Blocks."""
@@ -185,15 +195,23 @@ class Staging:
         """Size of a ring."""
         return self.slots * self.slot_bytes
 
+    @property
+    def most(self) -> int:
+        """Size of the largest ring of a peer's that is pinned here."""
+        return max(_MOST_BYTES, self.nbytes)
+
     def stream(self) -> Stream:
         """A side stream of the device."""
         return self.device.stream()
 
-    async def ring(self, make: Callable[[int], HostBuffer] = HostBuffer.allocate) -> Ring:
+    async def ring(
+        self, make: Callable[[int], HostBuffer] = HostBuffer.allocate, slot_bytes: int | None = None
+    ) -> Ring:
         """New pinned memory, made off the loop; whoever asked for it retires it.
 
         Args:
-            make: Makes the memory, from its size.
+            make: Makes the memory, from the size that is usual here.
+            slot_bytes: Size of its slots, where it isn't what is usual here.
 
         Raises:
             CapacityError: There isn't so much.
@@ -205,7 +223,7 @@ class Staging:
         except asyncio.CancelledError:
             pinning.add_done_callback(self._unwanted)
             raise
-        return self._made(memory)
+        return self._made(memory, slot_bytes)
 
     def request(
         self,
@@ -226,8 +244,8 @@ class Staging:
         pinning.add_done_callback(self._pinning.discard)
         return pinning
 
-    def _made(self, memory: PinnedMemory) -> Ring:
-        ring = Ring(memory, self.slot_bytes, self.poller, self._give_back)
+    def _made(self, memory: PinnedMemory, slot_bytes: int | None = None) -> Ring:
+        ring = Ring(memory, slot_bytes or self.slot_bytes, self.poller, self._give_back)
         self._rings.add(ring)
         return ring
 
@@ -274,12 +292,16 @@ def _pinned(device: Gpu, make: Callable[[int], HostBuffer], nbytes: int) -> Pinn
 
 
 class Pending:
-    """An event that is done when all copies that it was told of are; failed ones are over, too."""
+    """An event that is done when as many copies as were foretold are, and raises when one fails.
+
+    Args:
+        left: How many.
+    """
 
     __slots__ = ("_events", "_failure", "left")
 
-    def __init__(self, left: int = 0) -> None:
-        #: How many more it will be told of.
+    def __init__(self, left: int) -> None:
+        #: How many more it is to be told of.
         self.left = left
         self._events: list[Event] = []
         self._failure: DeviceError | None = None
@@ -292,6 +314,7 @@ class Pending:
     def add(self, event: Event) -> None:
         """One more copy is in flight."""
         self._events.append(event)
+        self.left -= 1
 
     def fail(self, error: DeviceError) -> None:
         """No more copies come; the first reason counts."""

@@ -36,7 +36,8 @@ def test_by_default_all_transports_are_used_best_first() -> None:
     assert [transport.name for transport in transports_named(["tcp", "shm"])] == ["tcp", "shm"]
     assert checked_transports(None, "cuda") == list(CUDA_TRANSPORTS)
     for name in CUDA_TRANSPORTS:
-        assert transports_named([name])[0].name == name
+        assert transports_named([name], kind="cuda")[0].name == name
+    assert not transports_named(["shm"], kind="cuda")[0].one_sided
 
 
 def test_a_transport_of_the_callers_is_taken_as_it_is() -> None:

@@ -15,6 +15,7 @@ from aiokv.testing.conformance.transportkit import TransportKit
 from aiokv.testing.conformance.transports import CASES, Case
 from aiokv.testing.fakecuda import FakeCuda
 from aiokv.transports.base import Transport
+from aiokv.transports.staging_shm import StagedShmTransport
 from aiokv.transports.tcp import TcpTransport
 
 LAYOUT = CacheLayout.attention(layers=3, blocks=32, block_size=16, heads=4, head_size=64, dtype="float16")
@@ -72,7 +73,12 @@ class MixedKit(StagedKit):
         return KVCache.allocate(layout, device=self.device if self.made % 2 else HostDevice())
 
 
-KITS = {"tcp": StagedKit, "mixed": MixedKit}
+class ShmKit(StagedKit):
+    def make_transport(self) -> Transport:
+        return StagedShmTransport(self.staging)
+
+
+KITS = {"tcp": StagedKit, "mixed": MixedKit, "shm": ShmKit}
 
 
 @pytest.mark.asyncio

@@ -1,0 +1,88 @@
+"""From slots to a GPU's memory: what a consumer's end does with chunks, wherever they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from aiokv.device.base import Buffer, Event
+from aiokv.errors import DeviceError
+from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.transports.staging import Pending, Ring, Staging
+
+__all__ = ["Scatterer"]
+
+
+class Scatterer:
+    """Copies slots of one ring to where parts want them, and knows of each part what is in flight.
+
+    Args:
+        staging: The transport's.
+        ring: The link's.
+        freed: Called when a slot is free again.
+        broke: Called when the device failed; told how.
+    """
+
+    def __init__(
+        self, staging: Staging, ring: Ring, freed: Callable[[int], None], broke: Callable[[str], None]
+    ) -> None:
+        self.ring = ring
+        self._staging = staging
+        self._freed = freed
+        self._broke = broke
+        # One loads while the other's copies end.
+        self._streams = (staging.stream(), staging.stream())
+        self._turn = 0
+        #: By tag, what was submitted and not seen done.
+        self._flying: dict[bytes, dict[Event, None]] = {}
+
+    def scatter(
+        self,
+        tag: bytes,
+        plan: CopyPlan,
+        chunk: Chunk,
+        dst: Sequence[Buffer],
+        slot: int,
+        landed: Callable[[int, int], None],
+    ) -> None:
+        """Copy a chunk from ``slot``; then call ``landed``, and free the slot."""
+        self._turn ^= 1
+        stream = self._streams[self._turn]
+        try:
+            self._staging.device.scatter(
+                plan, chunk, self.ring.memory, self.ring.offset(slot), dst, stream=stream
+            )
+            event = stream.record()
+        except DeviceError as error:
+            self._broke(f"a chunk can't be copied to the device: {error}")
+            return
+        self._flying.setdefault(tag, {})[event] = None
+        self.ring.watch(event, stream, partial(self._scattered, tag, chunk, event, slot, landed))
+
+    def _scattered(
+        self,
+        tag: bytes,
+        chunk: Chunk,
+        event: Event,
+        slot: int,
+        landed: Callable[[int, int], None],
+        error: DeviceError | None,
+    ) -> None:
+        flying = self._flying[tag]
+        del flying[event]
+        if not flying:
+            del self._flying[tag]
+        if error is not None:
+            self._broke(f"a chunk was not copied to the device: {error}")
+            return
+        landed(chunk.layer, chunk.nbytes)
+        self._freed(slot)
+
+    def quiet(self, tag: bytes) -> Event | None:
+        """An event for the end of all that is in flight of a part; None when nothing is."""
+        if tag not in self._flying:
+            return None
+        pending = Pending(len(self._flying[tag]))
+        for event in self._flying[tag]:
+            pending.add(event)
+        return pending
