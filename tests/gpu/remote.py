@@ -108,7 +108,7 @@ class Child:
             if (task is None or not task.cancel()) and key in self.objects:
                 self.objects.pop(key).close()  # it had come to an end, which nobody will hear of
             return
-        if what in ("start", "await"):
+        if what in ("start", "await", "push"):
             task = self.tasks[number] = asyncio.ensure_future(getattr(self, what)(*arguments))
             task.add_done_callback(partial(self.ended, number))
             return
@@ -179,14 +179,27 @@ class Child:
     def memory(self, cache: KVCache, number: int) -> np.ndarray:
         return contents(cache.buffers[number])
 
-    def hold(self, key: int, seconds: float) -> int:
-        """Keep a new stream of the GPU busy until told otherwise; gives nothing, the stream is ``key``."""
-        from gate import Gate
+    def hold(self, key: int, seconds: float) -> None:
+        """Keep a new stream of the GPU busy for so long; it is ``key``."""
+        from aiokv.testing.held import Holder
 
-        gate = Gate(self.devices["cuda"], seconds)
-        self.objects[key] = gate.stream
-        self.objects[key + 1] = gate
-        return 0
+        device = self.devices["cuda"]
+        self.objects[key], self.objects[key + 1] = device.stream(), Holder(device, seconds=seconds)
+        self.objects[key + 1].hold(self.objects[key])
+
+    async def push(self, _: int, end: Any, part: Any, plan: Any, cache: KVCache, limit: int) -> None:
+        """Send all of a part as fast as the link takes it."""
+        stream, bell = cache.device.stream(), asyncio.Event()
+        end.on_writable(bell.set)
+        end.on_lost(bell.set)
+        for layer in plan.layers:
+            for chunk in plan.chunks(layer, limit):
+                while not end.writable and not end.lost:
+                    bell.clear()
+                    await bell.wait()
+                if end.lost:
+                    return
+                end.send(part, plan, chunk, cache.buffers, stream=stream)
 
 
 def make_device(kind: str) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-from gate import Gate
 from remote import Other, TwoProcessesKit
 
 from aiokv.device.cache import KVCache
@@ -84,24 +83,32 @@ async def reading(kit):
     return path, part, expected
 
 
+def held(device, holder):
+    """A stream that waits for another, and what to release for that to end."""
+    other, stream = device.stream(), device.stream()
+    number = holder.hold(other)
+    stream.wait(other.record())
+    return stream, number
+
+
 def submit(path, part, stream):
     buffers = path.consumer.cache.buffers
     return [path.end.read(part.plan, chunk, buffers, stream=stream) for chunk in part.chunks(1 << 20)]
 
 
 @pytest.mark.asyncio
-async def test_what_waits_on_the_stream_waits_and_other_streams_do_not(victim) -> None:
+async def test_what_waits_on_the_stream_waits_and_other_streams_do_not(victim, holder) -> None:
     path, part, expected = await reading(victim)
     before = path.consumer.copy_of_memory()
-    gate = Gate(victim.device)
-    events = submit(path, part, gate.stream)
+    stream, number = held(victim.device, holder)
+    events = submit(path, part, stream)
     free = victim.device.stream()
     chunk = part.chunks(1 << 20)[0]
     await done(victim, path.end.read(part.plan, chunk, path.consumer.cache.buffers, stream=free), free)
     assert not any(event.done() for event in events)
-    gate.open()
+    holder.release(number)
     for event in events:
-        await done(victim, event, gate.stream)
+        await done(victim, event, stream)
     for found, wanted, old in zip(path.consumer.copy_of_memory(), expected, before, strict=True):
         np.testing.assert_array_equal(found, wanted)
         assert not np.array_equal(found, old)
@@ -134,24 +141,23 @@ async def test_a_producer_that_is_stopped_is_read_all_the_same(victim) -> None:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("held", [False, True], ids=["at once", "in the middle"])
+@pytest.mark.parametrize("middle", [False, True], ids=["at once", "in the middle"])
 async def test_a_producer_that_is_killed_takes_down_its_copies_and_nothing_else(
-    held: bool, victim, seed: int
+    middle: bool, victim, holder
 ) -> None:
     path, part, _ = await reading(victim)
     # A producer of this process, whose links go on.
     victim.made = 0
     own = await victim.engine(LAYOUT)
-    gate = Gate(victim.device) if held else None
-    stream = gate.stream if gate is not None else victim.device.stream()
+    stream, number = held(victim.device, holder) if middle else (victim.device.stream(), None)
     events = submit(path, part, stream)
     events += [event for _ in range(20) for event in submit(path, part, stream)]
     victim.other.signal(signal.SIGKILL)
     await lost(path.end)
     await asyncio.sleep(0.2)  # for the driver to take its memory away, if it does
-    if gate is not None:
+    if middle:
         assert not any(event.done() for event in events)
-        gate.open()
+        holder.release(number)
     failures = []
     for event in events:
         try:
@@ -159,7 +165,7 @@ async def test_a_producer_that_is_killed_takes_down_its_copies_and_nothing_else(
         except DeviceError as error:
             failures.append(error.__cause__)
     assert all(isinstance(cause, PeerLostError) for cause in failures)
-    assert len(failures) == len(events) or not held
+    assert len(failures) == len(events) or not middle
     with pytest.raises(PeerLostError):
         submit(path, part, stream)
     assert not path.end.reading
