@@ -25,8 +25,9 @@ from aiokv.proto.plan import Chunk, Copy, CopyPlan, Section
 
 __all__ = ["CopyEngine"]
 
-#: Thread blocks for each multiprocessor where the GPU's own memory is the limit.
-_BLOCKS_PER_PROCESSOR = 4
+#: Thread blocks for each multiprocessor where the GPU's own memory is the limit: more than are on it
+#: at a time, so that they end soon and a model's kernels come in between.
+_BLOCKS_PER_PROCESSOR = 16
 #: Thread blocks that gather into staging memory: faster than PCIe by far, and few.
 _BLOCKS_STAGING = 32
 #: Thread blocks that reach through PCIe by themselves.
@@ -249,9 +250,12 @@ class CopyEngine:
 
     def _run_plain(self, move: Move, extents: Extents, stream: CudaStream) -> None:
         """One DMA for each range."""
-        src, dst, lengths = (array.tolist() for array in _within_pieces(move, extents))
+        host = move.src if move.src.on_host else move.dst
+        src, dst, lengths = (array.tolist() for array in extents)
         for source, target, length in zip(src, dst, lengths, strict=True):
-            self._dma(source, target, length, move, stream)
+            for size in _sizes(host, source if host is move.src else target, length):
+                self._dma(source, target, size, move, stream)
+                source, target = source + size, target + size  # noqa: PLW2901
 
     def _run_batch(self, move: Move, extents: Extents, stream: CudaStream) -> None:
         src, dst, lengths = (np.ascontiguousarray(array) for array in _within_pieces(move, extents))

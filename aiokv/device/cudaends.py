@@ -122,10 +122,12 @@ class Move(NamedTuple):
     def extents(self) -> Extents:
         """Those ranges: addresses at the source and at the destination, and lengths."""
         src, dst, lengths = self.copy.section.extents(self.lo, self.hi)
-        if self.src.packed or self.dst.packed:
-            packed = np.cumsum(lengths) - lengths
-            src, dst = (packed if self.src.packed else src), (packed if self.dst.packed else dst)
-        return coalesced(src + self.src.address, dst + self.dst.address, lengths)
+        if not self.src.packed and not self.dst.packed:
+            return src + self.src.address, dst + self.dst.address, lengths
+        packed = np.cumsum(lengths) - lengths
+        src, dst = (packed if self.src.packed else src), (packed if self.dst.packed else dst)
+        src, dst = src + self.src.address, dst + self.dst.address
+        return (src, dst, lengths) if self.ranges == len(src) else coalesced(src, dst, lengths)
 
 
 def coalesced(src: NDArray[np.int64], dst: NDArray[np.int64], lengths: NDArray[np.int64]) -> Extents:

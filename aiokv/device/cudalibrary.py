@@ -155,12 +155,10 @@ class Cuda:
 
     def translated(self, error: Exception | int, what: str) -> AiokvError:
         """An error of CUDA's as one of ours: CapacityError where memory ran out."""
-        status = error if isinstance(error, int) else getattr(error, "status", 0)
-        told = f"CUDA error {status}" if isinstance(error, int) else str(error)
-        kind = CapacityError if status == _OUT_OF_MEMORY else DeviceError
+        told = self.runtime.CUDARuntimeError(error) if isinstance(error, int) else error
+        kind = CapacityError if getattr(told, "status", 0) == _OUT_OF_MEMORY else DeviceError
         found = kind(f"{what}: {told}")
-        if not isinstance(error, int):
-            found.__cause__ = error
+        found.__cause__ = told
         return found
 
 

@@ -17,10 +17,10 @@ from aiokv.proto.plan import Copy, Section
 __all__ = ["measured"]
 
 #: Sizes of fragments, and how many of them at a time: enough to tell the three costs apart.
-_SAMPLES = ((4 << 10, 512), (64 << 10, 64), (1 << 20, 8))
+_SAMPLES = ((4 << 10, 512), (32 << 10, 128), (256 << 10, 32), (2 << 20, 4))
 _BYTES = max(size * count for size, count in _SAMPLES)
 #: Each is timed so often, and the best counts; the GPU's clocks are low at first.
-_ROUNDS = 5
+_ROUNDS = 6
 
 
 def measured(context: CudaContext, engine: CopyEngine) -> CopyCosts:

@@ -13,6 +13,7 @@ from aiokv.errors import DeviceError
 __all__ = ["CudaContext", "CudaEvent", "CudaStream", "Current", "adopted"]
 
 _NON_BLOCKING = 1  # cudaStreamNonBlocking: never waits for the default stream
+_CAPTURED = 907  # cudaErrorCapturedEvent
 _WITHOUT_TIMING = 2  # cudaEventDisableTiming
 
 #: Events remembered by a stream before it looks which of them are done.
@@ -208,6 +209,10 @@ class CudaEvent:
             return True
         if pending(status):
             return False
+        if status == _CAPTURED:
+            raise DeviceError(
+                "the event was recorded while a CUDA graph was captured: it is a part of that graph"
+            )
         raise self._context.failed(status, "what was enqueued before an event failed")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-import time
 
 import pytest
 import torch
@@ -110,23 +109,25 @@ async def test_a_graph_captured_in_another_thread_survives(device: CudaDevice, h
     side = torch.cuda.Stream()
     torch.cuda.synchronize()
     failed: list[BaseException] = []
-    over = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    began, enough = threading.Event(), threading.Event()
+    added = 0
 
     def capture() -> None:
+        nonlocal added
         try:
             with torch.cuda.graph(graph, stream=side):
-                for _ in range(20):
+                while not enough.wait(0.002):
                     x.add_(1)
-                    time.sleep(0.005)
+                    added += 1
+                    began.set()
         except BaseException as error:  # noqa: BLE001
             failed.append(error)
-        loop.call_soon_threadsafe(over.set)
+            began.set()
 
     thread = threading.Thread(target=capture)
     thread.start()
-    rounds = 0
-    while not over.is_set():
+    await asyncio.to_thread(began.wait)
+    for _ in range(20):
         number = holder.hold(stream)
         future = poller.wait(stream.record(), stream)
         await asyncio.sleep(0.002)
@@ -135,15 +136,16 @@ async def test_a_graph_captured_in_another_thread_survives(device: CudaDevice, h
             await future
         other = device.stream()
         other.wait(stream.record())
-        await asyncio.to_thread(device.allocate, 1 << 20)
-        rounds += 1
+    await asyncio.to_thread(lambda: device.allocate(1 << 20).close())
+    assert thread.is_alive()
+    enough.set()
     thread.join()
     assert not failed
-    assert rounds > 5
+    assert added > 10
     x.zero_()
     graph.replay()
     torch.cuda.synchronize()
-    assert x[0].item() == 20
+    assert x[0].item() == added
     poller.close()
 
 
