@@ -277,15 +277,14 @@ class Ledger:
             if part.quiet_at:
                 self._timers.set(part.quiet_at + 1, part)
             elif part.role == "producer" and not part.one_sided:
-                part.cut_at = now + self.settings.drain_ns // 2
+                part.cut_at = now + self.settings.drain_ns * 3 // 4
                 self._timers.set(part.cut_at, part)
         elif part.quiet_at and now > part.quiet_at:
             self.quiet(part)  # what the consumer reads from now on, it counts as failed
         elif part.cut_at and now >= part.cut_at:
-            # The consumer is stopped, say. Its link can be had again, blocks in quarantine can't. To give
-            # one up may take a while: what a GPU was told to send has to be ended.
+            # The consumer is stopped, say. Its link can be had again, blocks in quarantine can't.
             part.cut_at = 0
-            part.drain_by = now + self.settings.drain_ns // 2
+            part.drain_by = now + self.settings.drain_ns // 4
             self._timers.set(part.drain_by, part)
             self.act(ActionKind.CUT, part)
         elif now >= part.drain_by:

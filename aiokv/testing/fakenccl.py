@@ -230,6 +230,9 @@ class _Communicator:
         if self.failure:
             raise FakeNcclError(self.failure)
 
+    def destroy(self) -> None:
+        self.aborted = True
+
     def abort(self) -> None:
         while self._fake.hang_in_abort:
             time.sleep(_STEP_S)

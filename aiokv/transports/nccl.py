@@ -9,6 +9,7 @@ neither encrypted nor authenticated; the id under which its ranks meet goes over
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Sequence
@@ -231,17 +232,16 @@ class NcclTransport:
         bell = asyncio.Event()
         for end in ends:
             end.on_lost(bell.set)
-        try:
+        home.ended = bell.set
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
-                while home.ends:
+                while home.ends or home.lingering:
                     bell.clear()
                     await bell.wait()
-        except TimeoutError:
-            home.lingering += 1
         home.poller.close()
         self._accepted.clear()
         memory, self._memory = self._memory, None
-        if memory is not None and not home.lingering:  # or those threads keep it for as long as they live
+        if memory is not None and not home.ends and not home.lingering:  # or the threads that hang keep it
             await off_loop(lambda: _free(memory), "aiokv-nccl-free")
 
 

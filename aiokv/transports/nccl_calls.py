@@ -82,6 +82,10 @@ class Communicator:
             return f"NCCL: {error!r}"
         return ""
 
+    def destroy(self) -> None:
+        """Free all, once what is enqueued is done. Blocks, for less than ``abort``; nothing may follow."""
+        self._made.destroy()
+
     def abort(self) -> None:
         """End what is enqueued, whatever the other end does, and free all. Blocks; nothing may follow.
 
@@ -163,7 +167,7 @@ class Calls:
         except _ERRORS as error:
             raise DeviceError(f"NCCL doesn't work here: {error!r}") from error
         finally:
-            alone.abort()
+            alone.destroy()
 
     def put(self, address: int, data: bytes, stream: int) -> None:
         """Enqueue the writing of some bytes to the device."""

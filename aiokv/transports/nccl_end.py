@@ -2,9 +2,9 @@
 
 A link outlives its communicators, which are made when there are bytes to send and let go of when there
 have been none for a while. But when one breaks, or either side gives it up, the link is over: it is marked
-so on the loop first, then the communicator is aborted off it, and only when that is done, and the events of
-all that was in flight are, is the link lost. What such an event says is not believed: after an abort it is
-done as if the bytes had come.
+so on the loop first, then the communicator is aborted off it, and when the events of all that was in flight
+are done, since no kernel runs any more, the link is lost. What such an event says is not believed: after an
+abort it is done as if the bytes had come.
 """
 
 from __future__ import annotations
@@ -109,8 +109,16 @@ class Home:
     idle_s: float
     #: Ends that are not lost.
     ends: dict[NcclEnd[Any], None] = field(default_factory=dict)
-    #: Threads that may use memory for links that are over.
+    #: Threads that make or abort communicators of links that are over.
     lingering: int = 0
+    #: Called when one of them has ended.
+    ended: Callable[[], None] = lambda: None
+
+    def leave(self, change: int) -> None:
+        """So many threads more, or fewer, are at work."""
+        self.lingering += change
+        if change < 0:
+            self.ended()
 
 
 #: What one end keeps of each chunk in flight.
@@ -147,8 +155,6 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
         self._flights: deque[list[_Unit]] = deque()
         #: Why the link is over, as soon as it is.
         self._dying = ""
-        #: Nothing can be enqueued, and what is will end.
-        self._aborted = False
         self._making: Making | None = None
         self._making_for: Patience | None = None
         self._look_at: asyncio.TimerHandle | None = None
@@ -208,9 +214,8 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
         if making is not self._making:  # given up meanwhile
             if error is None:
                 self._abort(future.result())
-            if making.slots:
-                self._home.lingering -= 1
-                self._pool.give(making.slots)
+            self._pool.give(making.slots)
+            self._home.leave(-1)
             return
         self._making = None
         if self._making_for is not None:
@@ -221,14 +226,19 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
         self._comm = future.result()
         self._up()
 
-    def _abort(self, comm: Communicator, then: Callable[[asyncio.Future[None]], None] | None = None) -> None:
+    def _abort(self, comm: Communicator) -> None:
         home = self._home
 
         def abort(kept: Home = home) -> None:
             """If it never returns, the staging memory may be written for ever, and so is kept."""
             comm.abort()
 
-        off_loop(abort, "aiokv-nccl-abort").add_done_callback(then or _seen)
+        def ended(future: asyncio.Future[None]) -> None:
+            future.exception()  # nothing can be done about it
+            home.leave(-1)
+
+        home.leave(1)
+        off_loop(abort, "aiokv-nccl-abort").add_done_callback(ended)
 
     def _let_go(self) -> None:
         """The communicator is not needed now, and nothing is in flight on it at either end."""
@@ -296,27 +306,19 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
                 timer.cancel()
         self._pool.leave(self)
         making, self._making = self._making, None
-        if making is not None and making.abandon():
-            self._slots = []  # its thread may use them yet
-            self._home.lingering += 1
-        elif making is not None:
-            making.slots = ()
+        if making is not None:
+            making.abandon()
+            self._slots = []  # its thread has them
+            self._home.leave(1)
         self._give_up()
         comm, self._comm = self._comm, None
-        if comm is None:
-            self._aborted = True
-            self._settle()
-        else:
-            self._abort(comm, self._on_aborted)
-
-    def _on_aborted(self, future: asyncio.Future[None]) -> None:
-        if future.exception() is None:
-            self._aborted = True
-            self._settle()
+        if comm is not None:
+            self._abort(comm)
+        self._settle()
 
     def _settle(self) -> None:
-        """See whether the end is reached."""
-        if self._lost or not self._aborted or self._flights:
+        """See whether the end is reached: nothing is posted any more, and what was is over."""
+        if self._lost or self._flights:
             return
         self._home.ends.pop(self, None)
         slots, self._slots, self._free = self._slots, [], []
@@ -326,9 +328,3 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
     def dying_error(self) -> PeerLostError:
         """What to raise where the link is used although it is over."""
         return PeerLostError(f"nccl link {self._id.hex()[:8]} is over: {self._dying or self._reason}")
-
-
-def _seen(future: asyncio.Future[None]) -> None:
-    """So that an abort that failed, and that nobody waits for, is no error to log."""
-    if not future.cancelled():
-        future.exception()

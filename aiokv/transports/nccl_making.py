@@ -60,8 +60,6 @@ class Making:
         self._rank = rank
         self._name = name
         self._nonce = nonce
-        #: Who came first: the thread, to use the slot, or the loop, to forbid it.
-        self._first: dict[None, str] = {}
         self._abandoned = False
         #: The constructor has returned, or raised.
         self._met = False
@@ -73,16 +71,11 @@ class Making:
         """
         return off_loop(self._run, "aiokv-nccl-make")
 
-    def abandon(self) -> bool:
-        """Nobody waits for it any more: what comes of it is aborted.
-
-        Returns:
-            Whether the slot may be used until the thread has ended.
-        """
+    def abandon(self) -> None:
+        """Nobody waits for it any more. Its memory is in use until the thread has ended."""
         self._abandoned = True
         if self._rank == CONSUMER and not self._met:
             off_loop(self._stand_in, "aiokv-nccl-end").add_done_callback(_seen)
-        return self._first.setdefault(None, "loop") == "thread"
 
     def _stand_in(self) -> None:
         """Come to the meeting as the producer.
@@ -104,7 +97,7 @@ class Making:
         finally:
             self._met = True
         try:
-            if self._first.setdefault(None, "thread") == "loop":
+            if self._abandoned:
                 raise PeerLostError("given up before it was made")
             self._prove(made)
         except BaseException:

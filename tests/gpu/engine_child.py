@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -96,11 +97,23 @@ async def main(transport: str, options: str) -> None:
     made = getattr(importlib.import_module(module), name)(**json.loads(options))
     cache = KVCache.allocate(LAYOUT, device=CudaDevice(0))
     loop = asyncio.get_running_loop()
-    lines: asyncio.Queue[str] = asyncio.Queue()
+    lines: asyncio.Queue[bytes] = asyncio.Queue()
     async with TransferEngine(cache, bind="stream://127.0.0.1:0", transports=[made]) as engine:
         child = Child(engine)
         print(json.dumps({"number": 0, "result": engine.address}), flush=True)
-        loop.add_reader(0, lambda: lines.put_nowait(sys.stdin.readline()))
+        said = b""
+
+        def readable() -> None:
+            nonlocal said
+            data = os.read(0, 1 << 16)
+            *whole, said = (said + data).split(b"\n")
+            for line in whole:
+                lines.put_nowait(line)
+            if not data:
+                lines.put_nowait(b"")
+                loop.remove_reader(0)
+
+        loop.add_reader(0, readable)
         while line := await lines.get():
             order = json.loads(line)
             task = loop.create_task(child.run(**order))

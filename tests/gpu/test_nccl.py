@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from remote import Other, TwoProcessesKit
 
+from aiokv.proto.layout import CacheLayout
 from aiokv.testing.conformance.transportkit import Engine
 from aiokv.testing.conformance.transports import CASES, Case
-from aiokv.transports.nccl_calls import load
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,9 +45,7 @@ def other(device) -> Iterator[Other]:
         made = Other()
         patch.setenv("NCCL_HOSTID", "a")
         # What NCCL makes once for a process is no test's leak.
-        calls, stream, memory = load(), device.stream(), device.allocate(4096)
-        calls.rehearse(memory.address, stream.handle)
-        memory.close()
+        asyncio.run(first_contact(made, device))
         yield made
         made.close()
 
@@ -58,6 +56,14 @@ class NcclKit(TwoProcessesKit):
     async def engine(self, layout: Any) -> Engine:
         self.made = min(self.made, 1)
         return await super().engine(layout)
+
+
+async def first_contact(other: Other, device: Any) -> None:
+    async with NcclKit(0, other, PATH, device, {"staging": 32 << 20}) as kit:
+        layout = CacheLayout.attention(
+            layers=1, blocks=1, block_size=1, heads=1, head_size=8, dtype="float16"
+        )
+        await (await kit.engine(layout)).read_from(await kit.engine(layout))
 
 
 @pytest.mark.asyncio

@@ -280,7 +280,7 @@ def test_a_consumer_that_takes_nothing_is_cut_off_before_the_blocks_go_into_quar
     a.busy.add(part)
     a.abort(part.transfer, TransferAborted("enough"))
     net.wait(0)
-    net.wait(SETTINGS.drain_ns // 2 - 1)
+    net.wait(SETTINGS.drain_ns * 3 // 4 - 1)
     assert ActionKind.CUT not in a.kinds
     net.wait(1)
     assert a.kinds.count(ActionKind.CUT) == 1

@@ -279,6 +279,9 @@ async def test_a_communicator_through_which_nothing_comes_is_not_used(seed: int)
             await connecting
         for engine in (producer, consumer):
             await until(lambda home=engine.transport._home: not home.lingering)
+            assert (
+                len(engine.transport._home.incoming._free) == len(engine.transport._home.outgoing._free) == 4
+            )
 
 
 @pytest.mark.asyncio
@@ -307,7 +310,7 @@ async def test_other_bytes_than_were_agreed_on_prove_nothing(seed: int, monkeypa
     async with NcclKit(seed) as kit:
         producer, consumer = await kit.engine(PLAIN), await kit.engine(PLAIN)
         monkeypatch.setattr(Calls, "get", lambda *_: np.zeros(16, np.uint8))
-        with pytest.raises(PeerLostError, match="not what was sent"):
+        with pytest.raises(PeerLostError, match=r"not what was sent|broken"):  # whichever end is first
             await consumer.transport.connect(producer.transport.describe(), producer.info)
 
 
@@ -389,7 +392,7 @@ async def test_long_runs_go_as_they_lie(seed: int, monkeypatch) -> None:
     copied: list[str] = []
     for name in ("gather", "scatter"):
         monkeypatch.setattr(StagingMockedDevice, name, lambda *args, name=name, **named: copied.append(name))
-    async with NcclKit(seed, staging=64 << 20) as kit:
+    async with NcclKit(seed) as kit:
         path = await kit.path(LARGE)
         await arrives(kit, path, 1, tokens=192)  # whole blocks
         assert not copied

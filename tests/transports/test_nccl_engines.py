@@ -10,10 +10,15 @@ from contextlib import asynccontextmanager
 import pytest
 
 from aiokv.errors import AiokvError, PeerLostError
+from aiokv.proto.settings import SECOND, Settings
 from aiokv.testing.fakenccl import FakeNccl, StagingMockedDevice
 from aiokv.testing.pairs import Engines, check_idle, transfer
 from aiokv.transports.nccl import NcclTransport
 from aiokv.transports.nccl_calls import Calls
+
+
+#: On a machine that is busy with other things a link may take its time.
+PATIENT = Settings(contact_ns=30 * SECOND, liveness_ns=30 * SECOND)
 
 
 @asynccontextmanager
@@ -23,7 +28,7 @@ async def engines(seed: int, count: int, **options) -> AsyncIterator[tuple]:
     fake = FakeNccl(device, **options)
     steps = device.autostep(asyncio.get_running_loop(), random.Random(seed), 1e-6)
     try:
-        async with Engines() as made:
+        async with Engines(settings=PATIENT) as made:
             yield (
                 fake,
                 *[

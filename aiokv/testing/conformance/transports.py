@@ -342,7 +342,9 @@ async def another_placement(kit: TransportKit) -> None:
 async def cancelled_connect(kit: TransportKit) -> None:
     """A connect that is cancelled, wherever it waits, leaves nothing at either end."""
     producer, consumer = await kit.engine(_PLAIN), await kit.engine(_PLAIN)
-    (await consumer.read_from(producer)).end.close()  # whatever is made once is made now
+    first = await consumer.read_from(producer)  # whatever is made once is made now
+    first.end.close()
+    await _lost(first.end, first.producer_end)
     await _settled(kit)
     before = _descriptors()
     turns = 0
