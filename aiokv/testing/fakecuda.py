@@ -31,6 +31,8 @@ __all__ = ["FakeCuda", "FakeError"]
 _ILLEGAL_ADDRESS = 700
 _OUT_OF_MEMORY = 2
 _NOT_READY = 600
+#: Bytes of a run below which runs are moved all at once.
+_FEW = 256
 _CONTEXT = 0x1000  # handle of the first device's context
 
 
@@ -170,11 +172,13 @@ class FakeCuda:
                     queue.popleft()[1]()
                     moved = True
 
-    def _check(self, address: int, nbytes: int) -> None:
+    def _check(self, address: int, nbytes: int) -> NDArray[np.uint8]:
+        """The memory that a range is in, and from where on; the device is lost if it is in none."""
         for start, size in self._ranges.items():
             if start <= address and address + nbytes <= start + size:
-                return
+                return _array(start, size, np.uint8)
         self.status = _ILLEGAL_ADDRESS
+        return np.zeros(0, np.uint8)
 
     def _take(self, nbytes: int) -> int:
         memory = (ctypes.c_uint8 * (nbytes + 256))()
@@ -312,22 +316,50 @@ class FakeCuda:
         shape = words[8 : 8 + loops]
         src_steps = words[8 + LOOPS : 8 + LOOPS + loops]
         dst_steps = words[8 + 2 * LOOPS : 8 + 2 * LOOPS + loops]
-        steps = [(0, 0)]
-        for count, a, b in zip(shape, src_steps, dst_steps, strict=True):
-            steps = [(s + i * a, d + i * b) for s, d in steps for i in range(count)]
-        if units * unit % piece or len(steps) * run * unit != piece:
+        if units * unit % piece:
             raise AssertionError(f"a launch of {units} units for pieces of {piece} bytes")
-        for number in range(units * unit // piece):
-            here = src + (self._word(src_at + 8 * number) if src_at else number * piece)
-            there = dst + (self._word(dst_at + 8 * number) if dst_at else number * piece)
-            for s, d in steps:
-                if (here + s) % unit or (there + d) % unit:
-                    raise AssertionError(f"{unit} bytes at a time, but not aligned")
-                self._copy(there + d, here + s, run * unit)
+        count = units * unit // piece
+        here = src + self._starts(src_at, count, piece, shape, src_steps)
+        there = dst + self._starts(dst_at, count, piece, shape, dst_steps)
+        if len(here) * run * unit != units * unit:
+            raise AssertionError(f"{len(here)} runs of {run} units are not {units}")
+        if (here % unit).any() or (there % unit).any():
+            raise AssertionError(f"{unit} bytes at a time, but not aligned")
+        self._scatter(there, here, run * unit)
 
-    def _word(self, address: int) -> int:
-        self._check(address, 8)
-        return ctypes.c_int64.from_address(address).value
+    def _starts(
+        self, at: int, count: int, piece: int, shape: list[int], steps: list[int]
+    ) -> NDArray[np.int64]:
+        """Offsets of all runs of a launch, in order."""
+        found = np.arange(count, dtype=np.int64) * piece
+        if at:
+            self._check(at, 8 * count)
+            found = _array(at, 8 * count, np.int64).copy()
+        for size, step in zip(shape, steps, strict=True):
+            found = np.add.outer(found, np.arange(size, dtype=np.int64) * step).ravel()
+        return found
+
+    def _scatter(self, targets: NDArray[np.int64], sources: NDArray[np.int64], nbytes: int) -> None:
+        """Move runs of so many bytes; all sources are in one memory, and all targets."""
+        target, source = (
+            self._check(int(starts.min()), int(starts.max() - starts.min()) + nbytes)
+            for starts in (targets, sources)
+        )
+        if self.status:
+            return
+        to, of = targets - target.ctypes.data, sources - source.ctypes.data
+        if nbytes < _FEW:
+            inside = np.arange(nbytes)
+            target[np.add.outer(to, inside)] = source[np.add.outer(of, inside)]
+            return
+        for there, here in zip(to.tolist(), of.tolist(), strict=True):
+            target[there : there + nbytes] = source[here : here + nbytes]
+
+
+def _array(address: int, nbytes: int, dtype: Any) -> NDArray[Any]:  # noqa: ANN401 - of numpy's
+    """Memory as an array."""
+    memory: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype)
 
 
 def _as_tensor(span: _Span, device: str) -> object:
