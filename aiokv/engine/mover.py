@@ -9,6 +9,7 @@ reported to the table. Nothing here waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from aiokv.device.base import Event
 from aiokv.device.cache import KVCache
@@ -276,7 +277,11 @@ class Mover:
         self._scheduler.finished(chunk.nbytes - counted)
         movement.unsubmitted[chunk.layer] -= chunk.nbytes
         if not movement.unsubmitted[chunk.layer]:
-            self._submitted(part, chunk.layer, event)  # the stream is in order: it covers the layer
+            # The stream is in order: this covers the layer. A link's own event may stand for more than the
+            # device's (is the producer still there?), and then it is none that a stream can wait for. Where
+            # the device fails, whoever watches that event hears of it, and nobody counts on the order.
+            with suppress(DeviceError):
+                self._submitted(part, chunk.layer, movement.stream.record())
         # A link takes what it sends in order, whatever stream that was ready on; and one that
         # takes nothing must hold up no other's completions.
         self._watch(

@@ -111,6 +111,7 @@ class Bench:
         self.wakes = 0
         self.moved: list[tuple[int, bool]] = []
         self.covered: list[int] = []
+        self.covering: list[object] = []
         self.link = Link()
         self.clock = lambda: self.net.now
         self.mover = Mover(
@@ -121,7 +122,7 @@ class Bench:
             settings=settings,
             wake=self._wake,
             moved=lambda part, layer, nbytes, through: self.moved.append((nbytes, through)),
-            submitted=lambda part, layer, event: self.covered.append(layer),
+            submitted=self._on_submitted,
         )
 
     def _now(self) -> int:
@@ -129,6 +130,10 @@ class Bench:
 
     def _wake(self) -> None:
         self.wakes += 1
+
+    def _on_submitted(self, part: Part, layer: int, event: object) -> None:
+        self.covered.append(layer)
+        self.covering.append(event)
 
     def begin(self, tid: str = "t", *, ready: tuple[int, ...] = (0, 1, 2, 3), **fetch: Any) -> Part:
         """A transfer up to where its bytes may move; gives this side's part, started and moving."""
@@ -150,6 +155,17 @@ class Bench:
         before = len(self.link.submitted)
         self.mover.submit()
         return [(chunk.layer, chunk.lo, chunk.hi) for chunk, _ in self.link.submitted[before:]]
+
+
+def test_what_covers_a_layer_is_an_event_that_the_devices_streams_can_wait_for() -> None:
+    bench = Bench()
+    bench.begin(ready=(0, 1))
+    bench.submit()
+    assert bench.covered == [0, 1]
+    links_own = [event for _, event in bench.link.submitted]
+    for event in bench.covering:
+        assert event not in links_own
+        bench.device.stream().wait(event)  # type: ignore[arg-type]
 
 
 def test_a_ready_layer_is_read_in_chunks_and_lands_with_the_last() -> None:
