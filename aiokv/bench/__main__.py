@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from aiokv.bench.machine import describe
-from aiokv.bench.registry import Benchmark, Options, load, names
+from aiokv.bench.registry import DEVICES, Benchmark, Options, load, names
 from aiokv.bench.report import Report
 
 __all__ = ["main"]
@@ -21,7 +21,12 @@ _WIDE = 160
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; 1 if a benchmark failed."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    known = names(given.device)
+    if given.name not in (*known, "all"):
+        parser.error(f"{given.name} has no --device {given.device}; {', '.join(known)} have")
+    wanted = known if given.name == "all" else [given.name]
     try:
         from rich.console import Console
 
@@ -31,13 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"{error}; pip install 'aiokv[bench]'", file=sys.stderr)
         return 2
+    chosen = [load(name, given.device) for name in wanted]
     # A file or a pipe has no width; there the tables take what they need.
     console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
     options = Options(quick=given.quick, peers=given.peers, profiles=given.profile or "")
     report = Report(describe())
     failed = []
-    for name in names() if given.name == "all" else [given.name]:
-        benchmark = load(name)
+    for benchmark in chosen:
+        name = benchmark.name
         console.print(f"{name}: {benchmark.about}", markup=False, highlight=False, soft_wrap=True)
         if not _measured(benchmark, report, options):
             failed.append(name)
@@ -78,11 +84,12 @@ def _parser() -> argparse.ArgumentParser:
         description="Measures aiokv beside what it is compared with; shows tables, writes JSON or a plot.",
     )
     parser.add_argument("name", choices=[*known, "all"], help="what to measure; all: what this machine can")
+    parser.add_argument("--device", choices=DEVICES, default="host", help="completion, transfer: of a GPU")
     parser.add_argument("--quick", action="store_true", help="within a minute each, less exact")
     parser.add_argument("--json", metavar="FILE", help="write machine, rows and ratios")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw what was measured")
     parser.add_argument("--peers", action="store_true", help="transfer: NIXL, UCXX and Mooncake, too")
-    parser.add_argument("--profile", metavar="FOLDER", help="scale: write profiles of both sides there")
+    parser.add_argument("--profile", metavar="FOLDER", help="scale, gil: write profiles there")
     return parser
 
 

@@ -14,7 +14,7 @@ import aiokv
 __all__ = ["describe"]
 
 #: Packages whose version can matter.
-_PACKAGES = ("aiozmq", "msgspec", "numpy", "pyzmq", "torch", "uvloop")
+_PACKAGES = ("aiozmq", "cupy-cuda12x", "cupy-cuda13x", "msgspec", "numpy", "pyzmq", "torch", "uvloop")
 
 
 def describe() -> dict[str, Any]:

@@ -2,20 +2,26 @@
 
 A module has ``GOALS``, the named figures that it gives, and ``run(report, options)``, which measures. It
 may have ``missing() -> str``: what this machine lacks for it, empty if nothing. Its docstring's first line
-is its description.
+is its description. What a benchmark of the host measures on a GPU is the module of the same name in
+``aiokv.bench.suite.cuda``; those that need a GPU anyway have none there.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 
 from aiokv.bench import suite
 from aiokv.bench.report import Goal, Report
 
-__all__ = ["Benchmark", "Options", "load", "names"]
+__all__ = ["DEVICES", "Benchmark", "Options", "load", "names"]
+
+#: Where the memory is that is moved, or the operations that are waited for.
+DEVICES = ("host", "cuda")
+#: Benchmarks that are of a GPU whatever device is asked for.
+_OF_GPUS = frozenset({"copy", "gil", "pipe"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +48,24 @@ class Benchmark:
     run: Callable[[Report, Options], None]
 
 
-def names() -> list[str]:
-    """All benchmarks, by name."""
-    return sorted(module.name for module in pkgutil.iter_modules(suite.__path__) if not module.ispkg)
+def names(device: str = "host") -> list[str]:
+    """All benchmarks of a device, by name; those that are of a GPU alone are of the host's list, too."""
+    if device == "host":
+        return _within(suite.__path__)
+    return sorted({*_within(import_module(f"{suite.__name__}.{device}").__path__), *_OF_GPUS})
 
 
-def load(name: str) -> Benchmark:
+def _within(path: Iterable[str]) -> list[str]:
+    return sorted(module.name for module in pkgutil.iter_modules(path) if not module.ispkg)
+
+
+def load(name: str, device: str = "host") -> Benchmark:
     """Import one.
 
     Raises:
-        ModuleNotFoundError: There is none of this name.
+        ModuleNotFoundError: There is none of this name, or none for this device.
     """
-    module = import_module(f"{suite.__name__}.{name}")
+    place = suite.__name__ if device == "host" or name in _OF_GPUS else f"{suite.__name__}.{device}"
+    module = import_module(f"{place}.{name}")
     about = (module.__doc__ or "").partition("\n")[0]
     return Benchmark(name, about, module.GOALS, getattr(module, "missing", str), module.run)

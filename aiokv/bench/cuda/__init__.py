@@ -1,0 +1,1 @@
+"""What the benchmarks of a GPU are made of, and what aiokv is compared with there."""

@@ -1,0 +1,123 @@
+"""Benchmarks of a GPU, as far as can be seen without one: what they say is missing, and what they reckon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("rich", reason="the benchmarks need the extra: pip install 'aiokv[bench]'")
+
+from aiokv.bench.__main__ import main
+from aiokv.bench.cuda.clock import Reading, host_times
+from aiokv.bench.cuda.llama import block_ids, layout_of, token_bytes
+from aiokv.bench.cuda.pipes import Stages
+from aiokv.bench.cuda.plans import plan_of, side_of
+from aiokv.bench.cuda.traffic import CountingSelector, LoopThread, Moved
+from aiokv.bench.registry import load, names
+
+DOCS = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+ON_A_GPU = names("cuda")
+
+
+def test_what_there_is_on_a_gpu() -> None:
+    assert {"completion", "copy", "gil", "pipe", "transfer"} <= set(ON_A_GPU)
+    assert set(ON_A_GPU) <= set(names())
+    with pytest.raises(ModuleNotFoundError):
+        load("latency", "cuda")
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_each_figure_is_in_the_docs(name: str) -> None:
+    benchmark = load(name, "cuda")
+    assert benchmark.about
+    for figure in benchmark.goals:
+        assert f"`{figure}`" in DOCS
+        assert figure.startswith(f"{name}.")
+
+
+@pytest.mark.parametrize("name", ON_A_GPU)
+@pytest.mark.timeout(150)
+def test_it_runs_or_says_what_is_missing(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    assert main([name, "--device", "cuda", "--quick", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    benchmark = load(name, "cuda")
+    assert {*found["ratios"], *found["absent"]} == set(benchmark.goals)
+    if missing := benchmark.missing():
+        assert set(found["absent"].values()) == {missing}
+        assert "pip install" in missing or "CUDA" in missing
+    else:
+        assert found["rows"]
+
+
+def test_a_device_that_a_benchmark_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["scale", "--device", "cuda"])
+    assert "scale has no --device cuda" in capsys.readouterr().err
+
+
+def test_the_gpus_time_by_the_hosts_clock() -> None:
+    before, after = Reading(1000.0, 50_000, 10), Reading(3000.0, 54_000, 10)
+    assert host_times(before, after, [50_000, 52_000, 54_000]) == [1000.0, 2000.0, 3000.0]
+
+
+def test_fragments_of_a_plan() -> None:
+    size = 4096
+    ids = np.array([5, 0, 3], dtype=np.int64)
+    plan = plan_of(side_of(6, size, ids), side_of(3, size, np.arange(3, dtype=np.int64)))
+    assert plan.total == 3 * size
+    ranges = [plan.copies(0)[chunk.copy].extents(chunk.lo, chunk.hi) for chunk in plan.chunks(0, 1 << 20)]
+    src, dst, lengths = (np.concatenate(arrays) for arrays in zip(*ranges, strict=True))
+    assert src.tolist() == (ids * size).tolist()
+    assert dst.tolist() == [0, size, 2 * size]
+    assert lengths.tolist() == [size] * 3
+
+
+def test_the_cache_is_llamas() -> None:
+    layout = layout_of(128)
+    assert sum(group.token_bytes * len(group.layers) for group in layout.groups) == token_bytes()
+    assert 8192 * token_bytes() == 1 << 30
+    together = block_ids(2048, 160, 1, scattered=False)
+    assert together == list(range(128))
+    scattered = block_ids(2048, 160, 1, scattered=True)
+    assert len(set(scattered)) == 128
+    assert scattered == block_ids(2048, 160, 1, scattered=True)
+    assert scattered != together
+
+
+def test_steps_add_up() -> None:
+    stages = Stages()
+    stages.begin()
+    stages.end("first")
+    stages.add("first", 5)
+    stages.add("second", 7)
+    assert stages.spent["first"] >= 5
+    assert stages.spent["second"] == 7
+
+
+def test_a_rate() -> None:
+    assert Moved(300, 2.0).rate == 150.0
+
+
+def test_turns_that_do_not_sleep_are_no_wakeups() -> None:
+    selector = CountingSelector()
+
+    async def turns() -> int:
+        before = selector.wakeups
+        for _ in range(10):
+            await asyncio.sleep(0)
+        return selector.wakeups - before
+
+    async def sleeps() -> int:
+        before = selector.wakeups
+        for _ in range(3):
+            await asyncio.sleep(0.001)
+        return selector.wakeups - before
+
+    with LoopThread(lambda: asyncio.SelectorEventLoop(selector)) as thread:
+        assert thread.call(turns()) == 0
+        assert thread.call(sleeps()) >= 3
