@@ -1,0 +1,147 @@
+"""Long copies are submitted a slice at a time, and loads go before what is left of stores."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from aiokv.device.mocked import MockedDevice
+from aiokv.device.submission import Submissions
+from aiokv.errors import ClosedError, DeviceError
+from aiokv.proto.layout import CacheLayout
+from aiokv.proto.placement import Placement
+from aiokv.proto.plan import Chunk, CopyPlan, GroupBlocks, Side, plan_copy
+
+LAYOUT = CacheLayout.attention(layers=1, blocks=64, block_size=4, heads=2, head_size=8, dtype="float16")
+PLACE = Placement.dense(LAYOUT)
+
+
+def plan_of(blocks: int) -> CopyPlan:
+    side = Side(LAYOUT, PLACE, (GroupBlocks(0, np.arange(blocks)),))
+    return plan_copy(side, side, first_token=0, tokens=4 * blocks, heads=(0, 2))
+
+
+class Device(MockedDevice):
+    """Notes what it is given, each of which takes a quarter of its budget by its own clock."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        self.now = 0
+        self.given: list[tuple[CopyPlan, Chunk]] = []
+
+    def clock(self) -> int:
+        return self.now
+
+    def copy(self, plan, chunk, src, dst, *, stream) -> None:  # type: ignore[no-untyped-def]
+        super().copy(plan, chunk, src, dst, stream=stream)
+        self.given.append((plan, chunk))
+        self.now += int(self.budget_s * 1e9 / 4)
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device()
+
+
+@pytest.fixture
+def add(device: Device) -> Iterator[Callable]:
+    """Adds a copy of so many chunks."""
+    buffers = [device.allocate(PLACE.buffers[0])], [device.allocate(PLACE.buffers[0])]
+
+    def added(submissions: Submissions, blocks: int, *, urgent: bool = False):  # type: ignore[no-untyped-def]
+        plan = plan_of(blocks)
+        chunks = plan.chunks(0, 128)
+        return plan, submissions.add(plan, chunks, *buffers, stream=device.stream(), urgent=urgent)
+
+    yield added
+    device.run()
+
+
+def submissions_of(device: Device) -> Submissions:
+    return Submissions(device, asyncio.get_running_loop(), clock=device.clock)
+
+
+@pytest.mark.asyncio
+async def test_a_turn_submits_no_more_than_the_budget_allows(device: Device, add: Callable) -> None:
+    submissions = submissions_of(device)
+    _, store = add(submissions, 32)
+    assert not device.given
+    for turn in range(1, 4):
+        await asyncio.sleep(0)
+        assert len(device.given) == 4 * turn
+    event = await store.submitted()
+    assert not event.done()
+    device.run()
+    assert event.done()
+    assert store.nbytes == plan_of(32).total
+    assert not len(submissions)
+
+
+@pytest.mark.asyncio
+async def test_loads_go_between_the_slices_of_stores(device: Device, add: Callable) -> None:
+    submissions = submissions_of(device)
+    stored, store = add(submissions, 32)
+    await asyncio.sleep(0)
+    loaded, load = add(submissions, 2, urgent=True)
+    await load.submitted()
+    await store.submitted()
+    order = [plan for plan, _ in device.given]
+    assert order[:4] == [stored] * 4
+    first = order.index(loaded)
+    assert first == 4
+    assert order[first:].index(stored) == order.count(loaded)
+
+
+@pytest.mark.asyncio
+async def test_what_is_cancelled_is_covered_by_its_event(device: Device, add: Callable) -> None:
+    submissions = submissions_of(device)
+    _, store = add(submissions, 32)
+    await asyncio.sleep(0)
+    store.cancel()
+    store.cancel()
+    event = await store.submitted()
+    await asyncio.sleep(0)
+    assert len(device.given) == 4
+    assert not len(submissions)
+    assert not event.done()
+    device.run()
+    assert event.done()
+
+
+@pytest.mark.asyncio
+async def test_a_copy_that_fails_fails_alone(device: Device, add: Callable) -> None:
+    submissions = submissions_of(device)
+    plan = plan_of(2)
+    bad = submissions.add(plan, plan.chunks(0, 128), [], [], stream=device.stream(), urgent=True)
+    broken = submissions.add(
+        plan,
+        [Chunk(0, 9, 0, 1, 128)],
+        [device.allocate(8)],
+        [device.allocate(8)],
+        stream=device.stream(),
+        urgent=True,
+    )
+    _, fine = add(submissions, 2)
+    with pytest.raises(DeviceError, match="no such chunk"):
+        await broken.submitted()
+    assert broken.event is not None
+    assert (await fine.submitted()) is not None
+    with pytest.raises(DeviceError, match="IndexError"):
+        await bad.submitted()
+
+
+@pytest.mark.asyncio
+async def test_closing_ends_all_that_waits(device: Device, add: Callable) -> None:
+    submissions = submissions_of(device)
+    _, store = add(submissions, 32)
+    waiting = asyncio.ensure_future(store.submitted())
+    await asyncio.sleep(0)
+    submissions.close()
+    submissions.close()
+    with pytest.raises(ClosedError):
+        await waiting
+    assert store.event is not None
+    assert store.over
