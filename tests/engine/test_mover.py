@@ -86,9 +86,18 @@ class Poller:
 
     def __init__(self) -> None:
         self.watched: list[tuple[Event, object, Callable[[DeviceError | None], None]]] = []
+        self.expected: list[int] = []
 
-    def watch(self, event: Event, order: object, callback: Callable[[DeviceError | None], None]) -> None:
+    def watch(
+        self,
+        event: Event,
+        order: object,
+        callback: Callable[[DeviceError | None], None],
+        *,
+        expected_ns: int = 0,
+    ) -> None:
         self.watched.append((event, order, callback))
+        self.expected.append(expected_ns)
 
     def deliver(self, error: DeviceError | None = None, *, count: int = 1000) -> None:
         pending, self.watched = self.watched[:count], self.watched[count:]
@@ -166,6 +175,19 @@ def test_what_covers_a_layer_is_an_event_that_the_devices_streams_can_wait_for()
     for event in bench.covering:
         assert event not in links_own
         bench.device.stream().wait(event)  # type: ignore[arg-type]
+
+
+def test_a_gpu_is_given_the_time_that_a_chunk_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    bench.begin(ready=(0,))
+    bench.submit()
+    assert set(bench.poller.expected) == {0}
+    monkeypatch.setattr(MockedDevice, "kind", "cuda")
+    bench = Bench()
+    bench.link.pace = 2
+    bench.begin(ready=(0,))
+    bench.submit()
+    assert bench.poller.expected == [chunk.nbytes // 200 for chunk, _ in bench.link.submitted]
 
 
 def test_a_ready_layer_is_read_in_chunks_and_lands_with_the_last() -> None:
