@@ -26,7 +26,7 @@ from aiokv.proto.plan import Chunk, CopyPlan
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostBuffer", "HostDevice", "HostStream"]
+__all__ = ["HostBuffer", "HostDevice", "HostStream", "available_bytes"]
 
 
 #: F_SEAL_FUTURE_WRITE of Linux 5.1, which ``fcntl`` has no name for: mappings that are there may write,
@@ -69,7 +69,7 @@ class HostBuffer:
         if nbytes <= 0:
             raise ValueError(f"a buffer needs at least one byte, got {nbytes}")
         # The kernel would sooner end a process than refuse the pages of a memfd.
-        available = _available_bytes()
+        available = available_bytes()
         if available is not None and nbytes > available:
             raise CapacityError(f"{nbytes} bytes of host memory: only {available} are available")
         if not hasattr(os, "memfd_create"):
@@ -263,7 +263,7 @@ def _mmap(fd: int, nbytes: int, flags: int, access: int) -> mmap.mmap:
     return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | flags, prot=access)
 
 
-def _available_bytes() -> int | None:
+def available_bytes() -> int | None:
     """Bytes that can be had without swapping, as the kernel estimates; None where it doesn't say."""
     found = []
     with contextlib.suppress(OSError, ValueError):

@@ -21,7 +21,7 @@ from typing import Protocol, cast
 
 from aiokv.device.base import Buffer, Device, Event, Stream
 from aiokv.device.cache import KVCache
-from aiokv.device.host import HostBuffer
+from aiokv.device.host import HostBuffer, available_bytes
 from aiokv.device.poller import CompletionPoller
 from aiokv.errors import CapacityError, DeviceError
 from aiokv.proto.plan import Chunk, CopyPlan
@@ -30,10 +30,10 @@ from aiokv.transports.mapping import off_loop
 __all__ = ["STAGING_BYTES", "Gpu", "Pending", "Ring", "Staging", "map_shared", "shared", "split"]
 
 #: Pinned memory of one link at one end, in bytes, unless something else is asked for.
-STAGING_BYTES = 32 << 20
+STAGING_BYTES = 64 << 20
 #: What is moved at a time. Smaller slots cost more turns of the loop, larger ones more time before the
 #: first byte and after the last.
-_SLOT_BYTES = 4 << 20
+_SLOT_BYTES = 8 << 20
 #: The least slots that keep a device busy while one is being sent.
 _LEAST_SLOTS = 4
 _PAGE = 4096
@@ -347,6 +347,9 @@ def shared(nbytes: int) -> HostBuffer:
     Raises:
         CapacityError: There isn't so much.
     """
+    available = available_bytes()
+    if available is not None and nbytes > available:  # the kernel would sooner end a process than say so
+        raise CapacityError(f"{nbytes} bytes of shared memory: only {available} are available")
     file = None
     try:
         fd = os.memfd_create("aiokv-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

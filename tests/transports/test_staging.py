@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import os
+import struct
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from aiokv.device.cache import KVCache
 from aiokv.device.cuda import CudaDevice
 from aiokv.device.host import HostDevice
+from aiokv.errors import CapacityError, DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
-from aiokv.testing.conformance.transportkit import TransportKit
+from aiokv.proto.plan import Chunk
+from aiokv.testing.conformance.transportkit import TransportKit, done
 from aiokv.testing.conformance.transports import CASES, Case
 from aiokv.testing.fakecuda import FakeCuda
 from aiokv.transports.base import Transport
+from aiokv.transports.frames import pack
+from aiokv.transports.mapping import off_loop
+from aiokv.transports.shm import ShmTransport
+from aiokv.transports.staging import Pending, Staging, map_shared, shared, split
 from aiokv.transports.staging_shm import StagedShmTransport
+from aiokv.transports.staging_shm_ends import ProducerEnd
 from aiokv.transports.tcp import TcpTransport
 
 LAYOUT = CacheLayout.attention(layers=3, blocks=32, block_size=16, heads=4, head_size=64, dtype="float16")
@@ -87,3 +98,390 @@ KITS = {"tcp": StagedKit, "mixed": MixedKit, "shm": ShmKit}
 async def test_conformance(kind: str, case: Case, gpu: Gpu, seed: int) -> None:
     async with KITS[kind](seed, gpu) as kit:
         await case(kit)
+
+
+async def lost(link) -> None:
+    bell = asyncio.Event()
+    link.on_lost(bell.set)
+    async with asyncio.timeout(20):
+        await bell.wait()
+
+
+async def writable(end) -> None:
+    bell = asyncio.Event()
+    end.on_writable(bell.set)
+    end.on_lost(bell.set)
+    async with asyncio.timeout(20):
+        while not end.writable and not end.lost:
+            bell.clear()
+            await bell.wait()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def joined(kit):
+    path = await (await kit.engine(LAYOUT)).read_from(await kit.engine(LAYOUT))
+    await writable(path.producer_end)
+    return path, path.part(kit, 1, tokens=400)
+
+
+def send(path, part, chunk, stream):
+    return path.producer_end.send(part.id, part.plan, chunk, path.producer.cache.buffers, stream=stream)
+
+
+TWO_SIDED = {"tcp": StagedKit, "shm": ShmKit}
+
+
+# -- what waits for the GPU
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_nothing_leaves_before_the_gpu_has_gathered_it(kind: str, gpu: Gpu, seed: int) -> None:
+    async with TWO_SIDED[kind](seed, gpu) as kit:
+        path, part = await joined(kit)
+        part.expect()
+        stream = gpu.device.stream()
+        chunk = part.chunks(1 << 16)[0]
+        with gpu.fake.held(stream.handle):
+            event = send(path, part, chunk, stream)
+            await asyncio.sleep(0.02)
+            assert not event.done()
+            assert part.arrived == 0
+        await done(kit, event, stream)
+        await part.until(chunk.nbytes)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_nobody_is_told_before_the_gpu_has_scattered_it(kind: str, gpu: Gpu, seed: int) -> None:
+    async with TWO_SIDED[kind](seed, gpu) as kit:
+        path, part = await joined(kit)
+        part.expect()
+        scatterer = path.end._scatterer
+        with gpu.fake.held(*(stream.handle for stream in scatterer._streams)):
+            send(path, part, part.chunks(1 << 16)[0], gpu.device.stream())
+            await until(lambda: scatterer._flying)
+            assert part.arrived == 0
+            writing = path.end.forget(part.id)
+            assert writing is not None
+            assert not writing.done()
+            again = path.end.forget(part.id)
+            assert not again.done()
+        await done(kit, writing, path.end)
+        await done(kit, again, path.end)
+        assert path.end.forget(part.id) is None
+        assert part.arrived == 0
+        await _free(path)
+
+
+async def _free(path) -> None:
+    """All slots come back."""
+    ring = path.end._scatterer.ring
+    if isinstance(path.consumer.transport, TcpTransport):
+        await until(lambda: ring.free == ring.slots)
+    gathering = path.producer_end._gatherer.ring
+    await until(lambda: gathering.free == gathering.slots)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_a_full_ring_takes_no_more_until_a_slot_is_free(kind: str, gpu: Gpu, seed: int) -> None:
+    async with TWO_SIDED[kind](seed, gpu) as kit:
+        path, part = await joined(kit)
+        part.expect()
+        stream, chunks = gpu.device.stream(), part.chunks(1 << 18)
+        with gpu.fake.held(stream.handle):
+            events = []
+            while path.producer_end.writable:
+                events.append(send(path, part, chunks.pop(0), stream))
+            events += [send(path, part, chunk, stream) for chunk in chunks]  # these wait
+            await asyncio.sleep(0.02)
+            assert not any(event.done() for event in events)
+        for event in events:
+            await done(kit, event, stream)
+        await part.until(part.plan.total)
+        await writable(path.producer_end)
+        await _free(path)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_what_a_lost_link_had_begun_is_in_flight_until_the_gpu_is_done(
+    kind: str, gpu: Gpu, seed: int
+) -> None:
+    async with TWO_SIDED[kind](seed, gpu) as kit:
+        path, part = await joined(kit)
+        part.expect()
+        stream = gpu.device.stream()
+        pinned = gpu.fake.allocated
+        with gpu.fake.held(stream.handle):
+            events = [send(path, part, chunk, stream) for chunk in part.chunks(1 << 18)]
+            path.end.close()
+            await lost(path.producer_end)
+            await asyncio.sleep(0.02)
+            assert not events[0].done()
+            assert gpu.fake.allocated < pinned  # the consumer's, but
+            held = gpu.fake.allocated
+        failures = []
+        for event in events:
+            try:
+                await done(kit, event, stream)
+            except DeviceError as error:
+                failures.append(error.__cause__)
+        assert failures
+        assert all(isinstance(cause, PeerLostError) for cause in failures)
+        await until(lambda: gpu.fake.allocated < held)  # not the producer's before
+        with pytest.raises(PeerLostError):
+            send(path, part, part.chunks(1 << 18)[0], stream)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_closing_waits_for_what_the_gpu_writes(kind: str, gpu: Gpu, seed: int) -> None:
+    async with TWO_SIDED[kind](seed, gpu) as kit:
+        path, part = await joined(kit)
+        part.expect()
+        scatterer = path.end._scatterer
+        with gpu.fake.held(*(stream.handle for stream in scatterer._streams)):
+            send(path, part, part.chunks(1 << 16)[0], gpu.device.stream())
+            await until(lambda: scatterer._flying)
+            closing = asyncio.ensure_future(path.consumer.transport.aclose())
+            await lost(path.end)
+            await asyncio.sleep(0.02)
+            assert not closing.done()
+        await closing
+        assert part.arrived == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_data_may_overtake_its_announcement(kind: str, gpu: Gpu, seed: int) -> None:
+    async with TWO_SIDED[kind](seed, gpu) as kit:
+        path, part = await joined(kit)
+        stream = gpu.device.stream()
+        for chunk in part.chunks(1 << 16)[:3]:
+            await done(kit, send(path, part, chunk, stream), stream)
+        await asyncio.sleep(0.02)
+        part.expect()
+        await part.until(3 * (1 << 16) - 2)
+
+
+# -- memory
+
+
+@pytest.mark.asyncio
+async def test_memory_that_cannot_be_pinned_is_told_on_connecting(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    def refuse(host, *, readonly: bool = False) -> None:
+        raise CapacityError("so much can't be pinned")
+
+    monkeypatch.setattr(gpu.device, "pin_now", refuse)
+    for kit_type in TWO_SIDED.values():
+        async with kit_type(seed, gpu) as kit:
+            producer, consumer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
+            with pytest.raises(PeerLostError):
+                await consumer.transport.connect(producer.transport.describe(), producer.info)
+            await until(lambda producer=producer: not producer.transport._accepted)
+
+
+@pytest.mark.asyncio
+async def test_slots_are_as_large_as_a_block_at_least(gpu: Gpu) -> None:
+    cache = await off_loop(lambda: KVCache.allocate(LAYOUT, device=gpu.device), "cache")
+    small = Staging(cache, 1)
+    assert small.slot_bytes >= LAYOUT.groups[0].block_bytes
+    assert small.slots == 4
+    assert small.nbytes == 4 * small.slot_bytes
+    await small.aclose()
+    usual = Staging(cache)
+    assert (usual.slot_bytes, usual.slots) == (8 << 20, 8)
+    asking = asyncio.ensure_future(usual.ring())
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await usual.aclose()
+    await usual.aclose()
+    cache.close()
+
+
+def test_shared_memory_is_written_by_both_and_cut_short_by_none() -> None:
+    ours = shared(8192)
+    theirs = map_shared(ours.fd, 8192)
+    theirs.view[:3] = b"abc"
+    assert bytes(ours.view[:3]) == b"abc"
+    with pytest.raises(PermissionError):
+        os.truncate(ours.fd, 4096)
+    with pytest.raises(DeviceError, match="less than"):
+        map_shared(ours.fd, 16384)
+    theirs.close()
+    ours.close()
+    fd = os.memfd_create("unsealed")
+    os.truncate(fd, 8192)
+    with pytest.raises(DeviceError, match="cut short"):
+        map_shared(fd, 8192)
+    os.close(fd)
+    with pytest.raises(DeviceError):
+        map_shared(fd, 8192)
+    with pytest.raises(CapacityError):
+        shared(1 << 60)
+
+
+def test_a_chunk_is_split_at_its_pieces(gpu: Gpu, seed: int) -> None:
+    class Plan:
+        def copies(self, layer: int) -> list[object]:
+            return [SimpleNamespace(section=SimpleNamespace(piece_bytes=100))]
+
+    parts = list(split(Plan(), Chunk(3, 0, 5, 12, 700), 250))
+    assert parts == [
+        Chunk(3, 0, 5, 7, 200),
+        Chunk(3, 0, 7, 9, 200),
+        Chunk(3, 0, 9, 11, 200),
+        Chunk(3, 0, 11, 12, 100),
+    ]
+    with pytest.raises(DeviceError, match="pieces of 100 bytes"):
+        list(split(Plan(), Chunk(3, 0, 5, 12, 700), 99))
+
+
+class Flag:
+    def __init__(self) -> None:
+        self.over = False
+        self.error: DeviceError | None = None
+
+    def done(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.over
+
+
+def test_several_copies_are_over_when_all_are() -> None:
+    pending, flags = Pending(2), [Flag(), Flag()]
+    assert not pending.done()
+    for flag in flags:
+        pending.add(flag)
+    flags[0].over = True
+    assert not pending.done()
+    flags[1].over = True
+    assert pending.done()
+    pending = Pending(3)
+    pending.add(flag := Flag())
+    pending.fail(DeviceError("the link is lost"))
+    assert not pending.done()  # one is in flight
+    flag.over = True
+    with pytest.raises(DeviceError, match="lost"):
+        pending.done()
+    pending = Pending(1)
+    pending.add(flag := Flag())
+    flag.error = DeviceError("the GPU failed")
+    with pytest.raises(DeviceError, match="GPU"):
+        pending.done()
+    assert pending.failed
+
+
+# -- peers that say what they must not
+
+
+SAYS = {
+    "a slot that there isn't": lambda path: path.producer_end._say(
+        pack(b"t" * 16, CHUNK) + struct.pack("!I", 99)
+    ),
+    "a slot twice": lambda path: [
+        path.producer_end._say(pack(b"t" * 16, CHUNK) + struct.pack("!I", 0)) for _ in range(2)
+    ],
+    "more than a slot": lambda path: path.producer_end._say(
+        pack(b"t" * 16, CHUNK._replace(nbytes=1 << 40)) + struct.pack("!I", 0)
+    ),
+    "a slot that it didn't have": lambda path: path.end._say(struct.pack("!I", 0)),
+}
+CHUNK = Chunk(0, 0, 0, 1, 8)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("what", SAYS)
+async def test_who_says_what_it_must_not_is_cut_off(what: str, gpu: Gpu, seed: int) -> None:
+    async with ShmKit(seed, gpu) as kit:
+        path, _ = await joined(kit)
+        SAYS[what](path)
+        await lost(path.end)
+        await lost(path.producer_end)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("lie", ["nonce", "size", "slots", "no memory"])
+async def test_the_ring_that_a_producer_passes_is_looked_at(
+    lie: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    true = ProducerEnd.begin
+
+    def begin(end, ring, message, fd) -> None:
+        nonce, nbytes, slot_bytes = struct.unpack("!32sQQ", message)
+        if lie == "nonce":
+            nonce = bytes(32)
+        if lie == "size":
+            nbytes, slot_bytes = 2 * nbytes, 2 * slot_bytes
+        if lie == "slots":
+            slot_bytes = nbytes - 1
+        if lie == "no memory":
+            end._say(struct.pack("!32sQQ", nonce, nbytes, slot_bytes))
+            fd = None
+        true(end, ring, struct.pack("!32sQQ", nonce, nbytes, slot_bytes), fd)
+
+    monkeypatch.setattr(ProducerEnd, "begin", begin)
+    async with ShmKit(seed, gpu) as kit:
+        producer, consumer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
+        with pytest.raises(PeerLostError):
+            await consumer.transport.connect(producer.transport.describe(), producer.info)
+
+
+@pytest.mark.asyncio
+async def test_the_two_kinds_of_shm_are_told_apart(gpu: Gpu, seed: int) -> None:
+    async with ShmKit(seed, gpu) as kit:
+        on_gpu = await kit.engine(LAYOUT)
+        kit.make_transport, kit.make_cache = ShmTransport, KVCache.allocate
+        on_host = await kit.engine(LAYOUT)
+        for consumer, producer in ((on_gpu, on_host), (on_host, on_gpu)):
+            with pytest.raises(PeerLostError):
+                await consumer.transport.connect(producer.transport.describe(), producer.info)
+        transport = StagedShmTransport()
+        with pytest.raises(DeviceError, match="needs no staging"):
+            await transport.start(on_host.cache, "")
+        await transport.aclose()
+
+
+@pytest.mark.asyncio
+async def test_a_frame_that_no_ring_holds_cuts_the_link(gpu: Gpu, seed: int) -> None:
+    """Of a producer in host memory, which sends what its settings say."""
+    async with MixedKit(seed, gpu) as kit:
+        kit.staging = 1 << 20
+        consumer, producer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
+        path = await consumer.read_from(producer)
+        part = path.part(kit, 1, tokens=512)
+        part.expect()
+        ring = path.end._scatterer.ring
+        chunk = next(chunk for chunk in part.chunks(64 << 20))
+        assert chunk.nbytes <= ring.memory.nbytes
+        ring.slots = 1
+        send(path, part, chunk, producer.cache.device.stream())
+        await lost(path.end)
+
+
+@pytest.mark.asyncio
+async def test_a_device_that_fails_ends_the_link(gpu: Gpu, seed: int) -> None:
+    for kit_type in TWO_SIDED.values():
+        async with kit_type(seed, gpu) as kit:
+            path, part = await joined(kit)
+            part.expect()
+            path.end._scatterer._staging = SimpleNamespace(device=Failing())
+            send(path, part, part.chunks(1 << 16)[0], gpu.device.stream())
+            await lost(path.end)
+            assert part.arrived == 0
+
+
+class Failing:
+    def scatter(self, *arguments, stream) -> None:
+        raise DeviceError("made to fail")
