@@ -107,6 +107,8 @@ class Home:
     incoming: Pool
     #: How long a communicator is kept that is not used, in seconds.
     idle_s: float
+    #: Names that no communicator was made under: NCCL waits under each until somebody comes.
+    names: list[bytes] = field(default_factory=list)
     #: Ends that are not lost.
     ends: dict[NcclEnd[Any], None] = field(default_factory=dict)
     #: Threads that make or abort communicators of links that are over.

@@ -259,17 +259,23 @@ class NcclReceiver(NcclEnd[_Chunk]):
 
     def _got(self, slots: list[Slot]) -> None:
         self._slots, self._free = slots, slots.copy()
-        calls = self._home.calls
-        off_loop(calls.unique_id, "aiokv-nccl-id").add_done_callback(self._named)
+        names, calls = self._home.names, self._home.calls
+        if names:
+            self._meet(names.pop())
+        else:
+            off_loop(calls.unique_id, "aiokv-nccl-name").add_done_callback(self._named)
 
     def _named(self, future: asyncio.Future[bytes]) -> None:
         error = future.exception()
-        if self._dying:
-            return
         if error is not None:
             self.kill(str(error))
-            return
-        name = future.result()
+        elif self._dying:
+            self._home.names.append(future.result())
+        else:
+            self._meet(future.result())
+
+    def _meet(self, name: bytes) -> None:
+        """Make a communicator under this name."""
         self._line.say(Make(self._epoch, self._nonce, self._pool.nbytes, name))
         self._make(name, self._nonce)
 

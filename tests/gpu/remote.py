@@ -13,6 +13,7 @@ import io
 import itertools
 import os
 import pickle  # noqa: TID251 - between a test and its own child
+import select
 import signal
 import socket
 import struct
@@ -464,7 +465,12 @@ class Other:
 
     def attach(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.loop.add_reader(self.wire.sock.fileno(), lambda: self._handle(self.wire.receive()))
+        self.loop.add_reader(self.wire.sock.fileno(), self._readable)
+
+    def _readable(self) -> None:
+        # Whoever asked in this very turn may have taken it already.
+        if select.select([self.wire.sock], [], [], 0)[0]:
+            self._handle(self.wire.receive())
 
     def detach(self) -> None:
         if self.loop is not None:

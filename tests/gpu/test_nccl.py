@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ CHILD = Path(__file__).with_name("engine_child.py")
 #: Seconds for what takes less.
 PATIENCE_S = 60
 BLOCKS = 1024
+#: Bytes of one in all layers.
+BLOCK = 512 << 10
 
 
 # -- one transport, two processes -------------------------------------------------------------------
@@ -291,9 +294,11 @@ async def test_the_loop_is_not_held(seed: int) -> None:
     async with world(seed) as w:
         a, b = await w.add("a", "b")
         for _ in range(3):
+            began = time.monotonic()
             _, ends = w.begin(a, b, blocks=w.blocks(1000))
             async with asyncio.timeout(PATIENCE_S):
                 assert [await future for _, future in ends.values()] == [None, None]
+            print(f"{1000 * BLOCK / (time.monotonic() - began) / 1e9:.2f} GB/s")
         for process in (a, b):
             found = await process.ask("statistics")
             print("longest the loop was held (s):", found["loop_lag_max"])

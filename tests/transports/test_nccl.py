@@ -306,6 +306,35 @@ async def test_who_waits_for_a_producer_that_never_comes_is_not_left_waiting(see
 
 
 @pytest.mark.asyncio
+async def test_a_name_that_nobody_met_under_is_used_for_the_next(seed: int, monkeypatch) -> None:
+    named, may = [], threading.Event()
+    unique_id = Calls.unique_id
+
+    def slow(calls: Calls) -> bytes:
+        may.wait(20)
+        named.append(unique_id(calls))
+        return named[-1]
+
+    monkeypatch.setattr(Calls, "unique_id", slow)
+    async with NcclKit(seed) as kit:
+        may.set()
+        producer, consumer = await kit.engine(PLAIN), await kit.engine(PLAIN)
+        may.clear()
+        named.clear()
+        connecting = asyncio.ensure_future(
+            consumer.transport.connect(producer.transport.describe(), producer.info)
+        )
+        home = consumer.transport._home
+        await until(lambda: any(end._slots for end in home.ends))
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
+        may.set()
+        await until(lambda: home.names == named != [])
+        await arrives(kit, await consumer.read_from(producer), 1)
+        assert len(named) == 1 and not home.names
+
+
+@pytest.mark.asyncio
 async def test_other_bytes_than_were_agreed_on_prove_nothing(seed: int, monkeypatch) -> None:
     async with NcclKit(seed) as kit:
         producer, consumer = await kit.engine(PLAIN), await kit.engine(PLAIN)

@@ -16,7 +16,6 @@ from aiokv.testing.pairs import Engines, check_idle, transfer
 from aiokv.transports.nccl import NcclTransport
 from aiokv.transports.nccl_calls import Calls
 
-
 #: On a machine that is busy with other things a link may take its time.
 PATIENT = Settings(contact_ns=30 * SECOND, liveness_ns=30 * SECOND)
 

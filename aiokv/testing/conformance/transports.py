@@ -364,7 +364,8 @@ async def cancelled_connect(kit: TransportKit) -> None:
             break
     if not isinstance(result, BaseException):
         result.close()
-    await _eventually(lambda: _descriptors() == before)
+    # Fewer, where the very first took longer to be given back than it was lost.
+    await _eventually(lambda: _descriptors() <= before)
 
 
 async def misused(kit: TransportKit) -> None:
