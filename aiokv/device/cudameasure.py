@@ -44,7 +44,7 @@ def measured(context: CudaContext, engine: CopyEngine) -> CopyCosts:
                         took = min(_timed(context, engine, move, stream, path) for _ in range(_ROUNDS))
                         samples.setdefault(path, []).append((count, size * count, took))
             tables[direction] = {path: Cost.fitted(rows) for path, rows in samples.items()}
-        return CopyCosts(**tables)
+        return CopyCosts(to_host=tables["to_host"], to_device=tables["to_device"])
     finally:
         here.close()
         there.close()

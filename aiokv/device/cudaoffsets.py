@@ -7,6 +7,7 @@ import ctypes
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,7 +95,7 @@ class OffsetStore:
                 self._here = int(context.cuda.runtime.hostAlloc(nbytes, 0))
         except context.cuda.errors as error:
             raise context.cuda.translated(error, f"{nbytes} bytes of pinned memory") from error
-        memory = (ctypes.c_uint8 * nbytes).from_address(self._here)
+        memory: Any = (ctypes.c_uint8 * nbytes).from_address(self._here)
         self._words: NDArray[np.int64] = np.frombuffer(memory, dtype=np.int64)
         #: Offsets are uploaded here, so that they never wait behind what holds up one plan's stream.
         self._uploads = CudaStream(context, context.stream(), own=True)

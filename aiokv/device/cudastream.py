@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
@@ -135,10 +136,9 @@ class CudaContext:
         runtime = self.cuda.runtime
         for pool, destroy in ((self._events, runtime.eventDestroy), (self._streams, runtime.streamDestroy)):
             while pool:
-                try:
+                # Another thread may have taken the last; the device may be lost.
+                with contextlib.suppress(IndexError, *self.cuda.errors):
                     destroy(pool.popleft())
-                except (IndexError, *self.cuda.errors):  # the device may be lost
-                    continue
 
     def _make_event(self) -> int:
         try:
