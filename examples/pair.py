@@ -5,6 +5,7 @@ transfers did; then runs the same prompts in this process alone, and compares to
 
     python examples/pair.py
     python examples/pair.py --model tiny-random     # needs no weights, and answers nonsense
+    python examples/pair.py --device cuda           # on a GPU
     python examples/pair.py --trace pair.json       # what the transfers did, for https://ui.perfetto.dev
 """
 
@@ -21,10 +22,11 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -32,12 +34,11 @@ import torch
 import uvloop
 from rich.console import Console
 
-import aiokv
 from aiokv.tracing import merge
 from serving.channel import Message, RequestFailed, request
-from serving.model import Model, load, prepare
-from serving.options import add_model, count
-from serving.paged import PagedCache
+from serving.model import Model, load, prepare, usual
+from serving.options import add_model, count, lacking
+from serving.paged import PagedCache, memory
 from serving.report import table, verdicts
 
 LONG = "long"
@@ -101,10 +102,21 @@ async def started(script: str, *arguments: str) -> asyncio.subprocess.Process:
         "--listen=127.0.0.1:0",
         "--with-parent",
         *arguments,
+        env=environment(script, arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for this process, which then ends them
     )
+
+
+def environment(script: str, arguments: Sequence[str]) -> dict[str, str]:
+    """What a process of the pair finds in its environment."""
+    found = dict(os.environ)
+    if "--transport=nccl" in arguments and torch.cuda.device_count() == 1:
+        # NCCL refuses two processes on one GPU. Under different names they pass for two hosts, and it goes
+        # by sockets.
+        found |= {"NCCL_HOSTID": script, "NCCL_SOCKET_IFNAME": found.get("NCCL_SOCKET_IFNAME", "lo")}
+    return found
 
 
 async def end(starting: asyncio.Future[asyncio.subprocess.Process], patience: float) -> None:
@@ -174,7 +186,7 @@ def alone(
             raise Stopped
 
     answers = {}
-    with aiokv.KVCache.allocate(model.layout(options.blocks, options.block_size)) as cache:
+    with memory(model.layout(options.blocks, options.block_size), model.device) as cache:
         for name, prompt in prompts.items():
             kv = PagedCache(cache, range(options.blocks), on_layer=go_on)
             answer = [model.next_token(prompt, kv)]
@@ -188,10 +200,12 @@ async def main(options: argparse.Namespace) -> int:
     if task := asyncio.current_task():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     console = Console()
-    names = ("model", "blocks", "block_size", "threads") + (("transport",) if options.transport else ())
+    names = ("model", "device", "blocks", "block_size", "threads") + (
+        ("transport",) if options.transport else ()
+    )
     passed_on = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     async with children(*passed_on, trace=options.trace) as processes:
-        model = await asyncio.to_thread(load, options.model)
+        model = await asyncio.to_thread(load, options.model, options.device)
         gc.freeze()  # what stays till the end; looking through it then would take a second or two
         prompts = requests(model, options.block_size)
         prefill, decode = [
@@ -245,6 +259,10 @@ def parsed(line: list[str] | None = None) -> argparse.Namespace:
 def start(options: argparse.Namespace) -> int:
     """Do it all; gives the exit status."""
     torch.set_num_threads(options.threads)
+    if why := lacking(options):
+        print(f"failed: {why}", file=sys.stderr)
+        return 2
+    options.model = options.model or usual(options.device)
     try:
         prepare(options.model)
         return uvloop.run(main(options))

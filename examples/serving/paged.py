@@ -1,10 +1,10 @@
-"""Paged KV: a free list of blocks, and attention that keeps a request's KV in the blocks it was given."""
+"""Paged KV: its memory, a free list of blocks, and attention that keeps a request's KV in its blocks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing, contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +12,23 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import aiokv
 
-__all__ = ["BlockPool", "PagedCache"]
+__all__ = ["BlockPool", "PagedCache", "memory"]
+
+
+@contextmanager
+def memory(layout: aiokv.CacheLayout, device: torch.device) -> Iterator[aiokv.KVCache]:
+    """A cache where the model is. Making it blocks, so no loop should wait."""
+    if device.type == "cpu":
+        with aiokv.KVCache.allocate(layout) as cache:
+            yield cache
+        return
+    from aiokv.device.cuda import CudaDevice
+
+    with (
+        closing(CudaDevice(device.index or 0)) as gpu,
+        aiokv.KVCache.allocate(layout, device=gpu) as cache,
+    ):
+        yield cache
 
 
 class BlockPool:
@@ -112,7 +128,9 @@ class PagedCache(Cache):
         on_layer: Callable[[int], object] | None = None,
     ) -> None:
         block_size = cache.layout.groups[0].block_size
-        slots = (torch.tensor(blocks)[:, None] * block_size + torch.arange(block_size)).flatten()
+        where = cache.tensor(0)[0].device
+        firsts = torch.tensor(blocks, device=where)[:, None] * block_size
+        slots = (firsts + torch.arange(block_size, device=where)).flatten()
         layers: list[Any] = []  # the base class wants a union of its kinds, invariantly
         for layer in range(cache.layout.layers):
             # Views, never copies: what is written must be what is sent.

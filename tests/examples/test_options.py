@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -11,6 +12,9 @@ pytest.importorskip("transformers", reason="the examples need the extra: pip ins
 import decode
 import pair
 import prefill
+import torch
+
+from serving.options import start
 
 PARSED = {"prefill": prefill.parsed, "decode": decode.parsed, "pair": pair.parsed}
 
@@ -67,3 +71,31 @@ def test_help_says_how_to_use_two_hosts(script: str, capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert "prefill.py --keys DIR --listen HOST:7001 --bind tcp://HOST:7002\n" in text
     assert "decode.py --keys DIR --bind tcp://OTHER:0 --prefill HOST:7001\n" in text
+
+
+@pytest.mark.parametrize("script", PARSED)
+def test_a_gpu_that_is_not_there_is_said_before_anything_is_loaded(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    line = ["--device=cuda"] + (["--listen=127.0.0.1:0"] if script == "decode" else [])
+    options = PARSED[script](line)
+    assert (pair.start(options) if script == "pair" else start(unwanted, options)) == 2
+    assert "--device cuda: torch" in capsys.readouterr().err
+
+
+async def unwanted(*_: object) -> int:
+    raise AssertionError("it was started")
+
+
+@pytest.mark.parametrize(("gpus", "line", "hosts"), [
+    (1, "--transport=nccl", 2), (1, "--transport=shm", 0), (2, "--transport=nccl", 0)
+])  # fmt: skip
+def test_two_processes_on_one_gpu_pass_for_two_hosts(
+    gpus: int, line: str, hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    found = {pair.environment(script, [line]).get("NCCL_HOSTID") for script in pair.SCRIPTS} - {None}
+    assert len(found) == hosts
+    assert "NCCL_HOSTID" not in os.environ
