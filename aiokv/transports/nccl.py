@@ -13,6 +13,7 @@ import contextlib
 import ipaddress
 import socket
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
@@ -161,7 +162,9 @@ class NcclTransport:
         outgoing, incoming = (
             Pool(memory, half * count * size, count, size, self._relieve) for half in range(2)
         )
-        return Home(calls, device, CompletionPoller(loop), outgoing, incoming, self._idle_s)
+        context = getattr(device, "context", None)
+        current = nullcontext if context is None else context.current
+        return Home(calls, device, CompletionPoller(loop), outgoing, incoming, self._idle_s, current)
 
     def _relieve(self) -> None:
         """Some link waits for memory: whoever doesn't need his own gives it back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ from numpy.typing import NDArray
 
 from aiokv.errors import DeviceError
 
-__all__ = ["Calls", "Communicator", "load"]
+__all__ = ["Calls", "Communicator", "Current", "load"]
+
+#: Makes a context manager within which a GPU is the calling thread's.
+Current = Callable[[], AbstractContextManager[object]]
 
 _OLDEST_CUPY = 14  # the first whose unique ids are bytes
 _OLDEST_NCCL = 21900
@@ -26,12 +30,21 @@ class Communicator:
         nccl: cupy's module.
         made: cupy's communicator.
         peer: Rank of the other end.
+        current: Makes the GPU the calling thread's, within it. NCCL would do that by itself, and go back to
+            whatever GPU was current before, if nobody ever used that.
     """
 
-    def __init__(self, nccl: Any, made: Any, peer: int) -> None:  # noqa: ANN401 - cupy has no types
+    def __init__(
+        self,
+        nccl: Any,  # noqa: ANN401 - cupy has no types
+        made: Any,  # noqa: ANN401
+        peer: int,
+        current: Current = nullcontext,
+    ) -> None:
         self._nccl = nccl
         self._made = made
         self._peer = peer
+        self._current = current
 
     def send(self, ranges: Sequence[tuple[int, int]], stream: int) -> None:
         """Enqueue sends of these ranges (address, bytes), as one group.
@@ -48,12 +61,13 @@ class Communicator:
     def _post(self, post: Callable[..., None], ranges: Sequence[tuple[int, int]], stream: int) -> None:
         # A group belongs to its thread, and whatever else NCCL is told by it meanwhile: no await in here.
         try:
-            self._nccl.groupStart()
-            try:
-                for address, nbytes in ranges:
-                    post(address, nbytes, self._nccl.NCCL_UINT8, self._peer, stream)
-            finally:
-                self._nccl.groupEnd()
+            with self._current():
+                self._nccl.groupStart()
+                try:
+                    for address, nbytes in ranges:
+                        post(address, nbytes, self._nccl.NCCL_UINT8, self._peer, stream)
+                finally:
+                    self._nccl.groupEnd()
         except _ERRORS as error:
             raise DeviceError(f"NCCL refused {len(ranges)} operations: {error!r}") from error
 
@@ -139,7 +153,9 @@ class Calls:
         except _ERRORS as error:
             raise DeviceError(f"NCCL has no unique id: {error!r}") from error
 
-    def communicator(self, name: bytes, rank: int, ranks: int = 2) -> Communicator:
+    def communicator(
+        self, name: bytes, rank: int, ranks: int = 2, *, current: Current = nullcontext
+    ) -> Communicator:
         """This end of a communicator; returns when the other ends have come, which may be never.
 
         Raises:
@@ -150,7 +166,7 @@ class Calls:
             made = nccl.NcclCommunicator(ranks, name, rank)
         except _ERRORS as error:
             raise DeviceError(f"NCCL made no communicator: {error!r}") from error
-        return Communicator(nccl, made, (rank + 1) % ranks)
+        return Communicator(nccl, made, (rank + 1) % ranks, current)
 
     def rehearse(self, address: int, stream: int) -> None:
         """Have NCCL load what sending takes, by sending 64 bytes at ``address`` to behind them.

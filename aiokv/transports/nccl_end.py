@@ -14,6 +14,7 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -24,12 +25,13 @@ from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.ends import LinkEnd
 from aiokv.transports.mapping import off_loop
-from aiokv.transports.nccl_calls import Calls, Communicator
+from aiokv.transports.nccl_calls import Calls, Communicator, Current
 from aiokv.transports.nccl_line import Dead, Line, Said
 from aiokv.transports.nccl_making import Making
 from aiokv.transports.nccl_staging import Pool, Slot
+from aiokv.transports.patience import Patience
 
-__all__ = ["Home", "NcclEnd", "Patience", "StagingDevice"]
+__all__ = ["Home", "NcclEnd", "StagingDevice"]
 
 #: How long a communicator may take to be made, in seconds.
 _MAKE_S = 10.0
@@ -71,30 +73,6 @@ class StagingDevice(Device, Protocol):
         """Enqueue the mirror image of ``gather``."""
 
 
-class Patience:
-    """Calls back when so much time has passed; time in which this process stood still doesn't count."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float, over: Callable[[], None]) -> None:
-        self._loop = loop
-        self._seconds = seconds
-        self._over = over
-        self._timer = self._begin()
-
-    def _begin(self) -> asyncio.TimerHandle:
-        due = self._loop.time() + self._seconds
-        return self._loop.call_at(due, self._look, due)
-
-    def _look(self, due: float) -> None:
-        if self._loop.time() > due + self._seconds / 3:
-            self._timer = self._begin()
-        else:
-            self._over()
-
-    def cancel(self) -> None:
-        """Don't call."""
-        self._timer.cancel()
-
-
 @dataclass(eq=False, slots=True)
 class Home:
     """What all links of one transport share."""
@@ -107,6 +85,8 @@ class Home:
     incoming: Pool
     #: How long a communicator is kept that is not used, in seconds.
     idle_s: float
+    #: Makes the device the calling thread's.
+    current: Current = nullcontext
     #: Names that no communicator was made under: NCCL waits under each until somebody comes.
     names: list[bytes] = field(default_factory=list)
     #: Ends that are not lost.
@@ -202,12 +182,20 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
     def _make_within(self) -> None:
         """The making of a communicator has begun, and must not take for ever."""
         too_long = f"no communicator was made within {_MAKE_S:g} s"
-        self._making_for = Patience(self._loop, _MAKE_S, partial(self.kill, too_long))
+        self._making_for = Patience(_MAKE_S, partial(self.kill, too_long))
 
     def _make(self, name: bytes, nonce: bytes) -> None:
         home = self._home
         making = self._making = Making(
-            home.calls, home.device.ordinal, self._stream, self._handle, self._slots, self._rank, name, nonce
+            home.calls,
+            home.device.ordinal,
+            home.current,
+            self._stream,
+            self._handle,
+            self._slots,
+            self._rank,
+            name,
+            nonce,
         )
         making.begin().add_done_callback(partial(self._made, making))
 
@@ -233,6 +221,7 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
 
         def abort(kept: Home = home) -> None:
             """If it never returns, the staging memory may be written for ever, and so is kept."""
+            home.calls.use(home.device.ordinal)
             comm.abort()
 
         def ended(future: asyncio.Future[None]) -> None:

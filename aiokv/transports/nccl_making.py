@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from aiokv.device.base import Event, Stream
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.transports.mapping import off_loop
-from aiokv.transports.nccl_calls import Calls, Communicator
+from aiokv.transports.nccl_calls import Calls, Communicator, Current
 from aiokv.transports.nccl_staging import Slot
 
 __all__ = ["CONSUMER", "NONCE", "PRODUCER", "Making"]
@@ -33,6 +33,7 @@ class Making:
     Args:
         calls: NCCL.
         ordinal: The GPU.
+        current: Makes it current where the communicator is used.
         stream: The link's, with nothing on it.
         handle: The same, as CUDA knows it.
         slots: The link's memory; the first is used.
@@ -45,6 +46,7 @@ class Making:
         self,
         calls: Calls,
         ordinal: int,
+        current: Current,
         stream: Stream,
         handle: int,
         slots: Sequence[Slot],
@@ -54,6 +56,7 @@ class Making:
     ) -> None:
         self._calls = calls
         self._ordinal = ordinal
+        self._current = current
         self._stream = stream
         self._handle = handle
         self.slots = slots
@@ -93,7 +96,7 @@ class Making:
     def _run(self) -> Communicator:
         self._calls.use(self._ordinal)
         try:
-            made = self._calls.communicator(self._name, self._rank)
+            made = self._calls.communicator(self._name, self._rank, current=self._current)
         finally:
             self._met = True
         try:

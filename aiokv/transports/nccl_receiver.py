@@ -23,10 +23,11 @@ from aiokv.transports.arriving import Arriving, Parts
 from aiokv.transports.base import PartId
 from aiokv.transports.frames import tag_of
 from aiokv.transports.mapping import off_loop
-from aiokv.transports.nccl_end import Home, NcclEnd, Patience
+from aiokv.transports.nccl_end import Home, NcclEnd
 from aiokv.transports.nccl_line import Announced, Credit, Dead, Make, Nudge, Rest, Said, Wake
 from aiokv.transports.nccl_making import CONSUMER, NONCE
 from aiokv.transports.nccl_staging import Slot
+from aiokv.transports.patience import Patience
 
 __all__ = ["NcclReceiver"]
 
@@ -115,7 +116,7 @@ class NcclReceiver(NcclEnd[_Chunk]):
         if last is not None:
             last.quiet = [*(last.quiet or ()), quiet]
             if self._drained_by is None and not self._dying:
-                self._drained_by = Patience(self._loop, _DRAIN_S, self._undrained)
+                self._drained_by = Patience(_DRAIN_S, self._undrained)
         self._resume(tag)
         return None if last is None else quiet
 
@@ -188,7 +189,7 @@ class NcclReceiver(NcclEnd[_Chunk]):
         part = self._parts.expected.get(tag)
         if part is None:
             self._early = tag
-            self._early_until = Patience(self._loop, _AHEAD_S, self._unexpected)
+            self._early_until = Patience(_AHEAD_S, self._unexpected)
             return None
         addresses, sizes = part.place(chunk, self._parts.extents)
         self._credits -= 1
