@@ -6,16 +6,16 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from aiokv.control.keys import checked_key
 from aiokv.engine.choices import checked_ports, checked_streams, checked_transports
 from aiokv.proto.settings import SECOND
 
 __all__ = ["BYTES", "COUNTS", "DURATIONS", "READ", "TLS", "from_text"]
 
-#: A public key, or the fingerprint of a certificate.
-_KEY = re.compile(r"[0-9a-f]{64}")
 _AMOUNT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[A-Za-zµ]*)", re.ASCII)
 #: Nanoseconds in each unit of time.
 _TIMES = MappingProxyType({"us": 10**3, "ms": 10**6, "s": SECOND, "min": 60 * SECOND, "h": 3600 * SECOND})
@@ -72,6 +72,8 @@ def _flag(name: str, value: object) -> bool:
 def _path(name: str, value: object) -> str | None:
     if value is not None and not isinstance(value, str | os.PathLike):
         raise TypeError(f"{name} is the path of a file, not {value!r}")
+    if value is not None and not os.fspath(value):
+        raise ValueError(f"{name} is the path of a file, not empty; leave it out for none")
     return None if value is None else os.fsdecode(value)
 
 
@@ -79,14 +81,28 @@ def _allowed(name: str, value: object) -> tuple[str, ...] | str | None:
     if value is None or isinstance(value, os.PathLike):
         return _path(name, value)
     if isinstance(value, str):
-        keys = [each.strip() for each in value.split(",")]
-        return tuple(keys) if all(_KEY.fullmatch(each) for each in keys) else value
+        return _allowed_text(name, value)
     if not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
         raise TypeError(f"{name} is a list of keys, or the path of a file with them, not {value!r}")
-    for each in value:
-        if not _KEY.fullmatch(each):
-            raise ValueError(f"{name} lists keys of 64 hexadecimal digits, not {each!r}")
-    return tuple(value)
+    return tuple(_key(name, each) for each in value)
+
+
+def _allowed_text(name: str, text: str) -> tuple[str, ...] | str:
+    """Keys with commas between them; or the path of a file, which may have commas, too, and exists then."""
+    words = [each.strip() for each in text.split(",") if each.strip()]
+    try:
+        return tuple(checked_key(each) for each in words) or _path(name, text) or ""
+    except ValueError:
+        if "," not in text or Path(text).exists():
+            return _path(name, text) or ""
+    return tuple(_key(name, each) for each in words)  # says which of them is none
+
+
+def _key(name: str, text: str) -> str:
+    try:
+        return checked_key(text)
+    except ValueError:
+        raise ValueError(f"{name} lists keys of 64 hexadecimal digits, not {text!r}") from None
 
 
 def _names(_: str, value: object) -> tuple[str, ...] | None:
@@ -105,9 +121,14 @@ def _ports(name: str, value: object) -> tuple[int, ...]:
     for each in filter(None, (part.strip() for part in value.split(","))):
         first, dash, last = each.partition("-")
         try:
-            found.extend(range(int(first), int(last if dash else first) + 1))
+            ports = range(int(first), int(last if dash else first) + 1)
         except ValueError:
             raise ValueError(f"{name} is ports and ranges of them, 7000-7009, not {value!r}") from None
+        if not ports:  # none would mean any
+            raise ValueError(f"{name} has the range {each!r}, which runs backwards")
+        if len(ports) > 1 << 16:  # not worth its memory
+            raise ValueError(f"{name} lists ports from 1 to 65535, not {each!r}")
+        found.extend(ports)
     return checked_ports(found)
 
 

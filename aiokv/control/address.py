@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Address", "bindable", "reachable"]
+__all__ = ["Address", "bindable", "canonical", "reachable"]
 
 _LABEL = r"\w(?:[\w-]{0,61}\w)?"
 _SIX = r"\[(?P<six>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]"
 _PATTERN = re.compile(
     rf"(?P<scheme>[a-z]+)://(?:{_SIX}|(?P<host>\*|{_LABEL}(?:\.{_LABEL})*))"
-    r"(?::(?P<port>[0-9]{1,5}))?(?:#(?P<key>[0-9a-f]{64}))?",
+    r"(?::(?P<port>[0-9]{1,5}))?(?:#(?P<key>[0-9A-Fa-f]{2}(?::?[0-9A-Fa-f]{2}){31}))?",
     re.ASCII,
 )
 
@@ -51,7 +51,7 @@ class Address:
             scheme,
             everywhere if host == "*" else host,
             None if port is None else int(port),
-            match["key"] or "",
+            (match["key"] or "").replace(":", "").lower(),  # OpenSSL writes 50:60:8D:...
         )
         if address.ip is None and (match["six"] or re.fullmatch(r"[0-9.]+", host)):
             raise ValueError(f"{text!r}: {host} is no IP address")
@@ -105,6 +105,15 @@ class Address:
 
     def __str__(self) -> str:
         return f"{self.endpoint}#{self.key}" if self.key else self.endpoint
+
+
+def canonical(address: str) -> str:
+    """The address in the form in which addresses are compared: its key as 64 digits in lower case.
+
+    People also write fingerprints as OpenSSL does. What is malformed is left for ``Address.parse`` to refuse.
+    """
+    place, sharp, key = address.partition("#")
+    return f"{place}#{key.replace(':', '').lower()}" if sharp else address
 
 
 def bindable(bind: str, advertise: str | None, scheme: str) -> tuple[Address, Address | None]:

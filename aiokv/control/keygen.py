@@ -16,7 +16,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m aiokv keygen",
         description="Makes a pair of keys: DIR/aiokv.key, which stays here and only its owner can read, and "
-        "DIR/aiokv.pub, whose line goes into the file `allowed` of every peer.",
+        "DIR/aiokv.pub, whose key goes into the file `allowed` of every peer.",
     )
     parser.add_argument("dir", metavar="DIR", help="where to write them; made if it isn't there")
     folder = parser.parse_args(arguments).dir

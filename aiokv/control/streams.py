@@ -16,6 +16,7 @@ from typing import Any
 
 from aiokv.control.accepted import MAX_MEMBERS, Accepted, Door
 from aiokv.control.address import Address, bindable, reachable
+from aiokv.control.keys import checked_key
 from aiokv.control.streamport import Bounds, StreamPort
 from aiokv.control.tls import Tls
 from aiokv.errors import CapacityError, ClosedError, LocalProtocolError
@@ -66,7 +67,7 @@ class StreamChannel:
         self._bounds = Bounds(queue, queue_bytes)
         self._tls = tls
         self._keyed = tls is not None and tls.mutual  # addresses name certificates
-        self._allow = None if allow is None else frozenset(allow)
+        self._allow = None if allow is None else frozenset(map(checked_key, allow))
         self._memory = memoryview(bytearray(_MEMORY))
         self._server: asyncio.Server | None = None  # None before start and after aclose
         self._door: Door | None = None  # None before start

@@ -17,6 +17,7 @@ from typing import Literal, Self
 
 import msgspec
 
+from aiokv.control.address import canonical
 from aiokv.control.base import MAX_FRAME, Channel
 from aiokv.control.keys import Keys
 from aiokv.control.tls import Tls
@@ -520,7 +521,7 @@ def _check_sayable(hello: Hello) -> None:
 
 def _sessions(core: Core, addresses: Sequence[str]) -> list[Session]:
     """The sessions with the engines at some addresses; raises ValueError where two are one engine's."""
-    found = [core.peers.session(address) for address in addresses]
+    found = [core.peers.session(canonical(address)) for address in addresses]
     if len(set(found)) != len(found):
         raise ValueError(f"two of these addresses are one engine's: {', '.join(addresses)}")
     return found

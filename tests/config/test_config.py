@@ -99,6 +99,13 @@ def test_sources_go_on_top_of_each_other(tmp_path: Path) -> None:
     assert (config.liveness, config.peers) == (5.0, 9)
 
 
+def test_lists_of_keys_come_as_text_too() -> None:
+    one, two = "ab" * 32, "cd" * 32
+    assert Config.from_env({"AIOKV_ALLOW": f"{one}, {two},"}).allow == (one, two)
+    assert Config(allow=[":".join(["AB"] * 32)]).allow == Config(allow=":".join(["AB"] * 32)).allow == (one,)
+    assert Config(allow="keys").allow == "keys"
+
+
 def test_the_environment_is_read_only_when_asked_for_and_never_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -131,11 +138,17 @@ def test_the_environment_is_read_only_when_asked_for_and_never_changed(
         ("peers", 0, ValueError, "peers is an integer of at least 1"),
         ("tcp_streams", 99, ValueError, "tcp_streams is a number from 1 to 16"),
         ("data_ports", "7000-", ValueError, "data_ports is ports and ranges"),
+        ("data_ports", "7009-7000", ValueError, "data_ports has the range '7009-7000', which runs backwards"),
+        ("data_ports", "7000, 7009-7000", ValueError, "data_ports has the range '7009-7000'"),
+        ("data_ports", "1-99999999999", ValueError, "data_ports lists ports from 1 to 65535"),
         ("data_ports", [0], ValueError, "data_ports lists ports from 1"),
         ("transports", "tcp", TypeError, "transports is a list of names"),
         ("transports", ["rdma"], ValueError, "there is no transport 'rdma'"),
         ("insecure", "yes", TypeError, "insecure is true or false"),
         ("keys", 5, TypeError, "keys is the path of a file"),
+        ("keys", "", ValueError, "keys is the path of a file, not empty"),
+        ("allow", "", ValueError, "allow is the path of a file, not empty"),
+        ("allow", "ab" * 32 + ",me", ValueError, "allow lists keys of 64 hexadecimal digits, not 'me'"),
         ("allow", ["me"], ValueError, "allow lists keys of 64 hexadecimal digits"),
         ("allow", 5, TypeError, "allow is a list of keys, or the path"),
         ("tls_ca", "ca.pem", ValueError, "tls_certificate, tls_key, tls_ca go together"),

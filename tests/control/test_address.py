@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiokv.control.address import Address, bindable
+from aiokv.control.address import Address, bindable, canonical
 from aiokv.proto.session import key_of
 
 
@@ -106,10 +106,18 @@ def test_a_key_says_who_has_to_be_there():
     assert address.with_key("").with_key(KEY) == address
 
 
-@pytest.mark.parametrize("key", ["", KEY[:-1], KEY + "0", KEY.upper(), KEY[:-1] + "g", KEY + "#" + KEY])
+@pytest.mark.parametrize("key", ["", KEY[:-1], KEY + "0", KEY + ":", KEY[:-1] + "g", KEY + "#" + KEY])
 def test_what_is_no_key(key):
     with pytest.raises(ValueError, match="tcp://"):
         Address.parse(f"tcp://decode-1:5555#{key}")
+
+
+@pytest.mark.parametrize("key", [KEY.upper(), ":".join(KEY[i : i + 2] for i in range(0, 64, 2)).upper()])
+def test_a_fingerprint_as_openssl_writes_it(key):
+    assert (
+        str(Address.parse(f"tls://a:1#{key}", "tls")) == canonical(f"tls://a:1#{key}") == f"tls://a:1#{KEY}"
+    )
+    assert canonical("tcp://a:1") == "tcp://a:1"
 
 
 def test_each_scheme_is_another_channels():

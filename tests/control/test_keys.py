@@ -84,15 +84,65 @@ def test_lists_of_public_keys(tmp_path):
     file = tmp_path / "allowed"
     file.write_text(f"# ours\n{a} decode-0\n\n  {b}  # decode-1\n")
     assert Keys.listed(tmp_path) == Keys.listed(file) == (a, b)
+    file.write_text(
+        "".join(f"{':'.join(each[i : i + 2] for i in range(0, 64, 2))}\n".upper() for each in (a, b))
+    )
+    assert Keys.listed(file) == (a, b)  # as OpenSSL writes fingerprints
     file.write_text(f"{a}\nnonsense\n")
-    with pytest.raises(ValueError, match="allowed, key 2: a key is 64"):
+    with pytest.raises(ValueError, match="allowed, line 2: a key is 64"):
+        Keys.listed(tmp_path)
+    file.write_text(f"# prefill\n{a}\n\n{b}x\n")
+    with pytest.raises(ValueError, match="allowed, line 4: a key is 64"):
+        Keys.listed(tmp_path)
+    file.write_text("# nobody yet\n")
+    with pytest.raises(ValueError, match="allowed: it lists no key"):
         Keys.listed(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "0" * 63, "0" * 65, "A" * 64, "g" * 64, b"0" * 64, None, 7])
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_public_key_is_not_taken_for_a_secret_one(tmp_path, marked):
+    keys = Keys.generate()
+    public = keys.save(tmp_path) / "aiokv.pub"
+    assert Keys.listed(public) == (keys.public,)
+    if not marked:  # as older versions wrote it
+        public.write_text(f"{keys.public}\n")
+        assert Keys.listed(public) == (keys.public,)
+    for mode in (0o644, 0o600):
+        public.chmod(mode)
+        with pytest.raises(ValueError, match="this is a public key; the secret one is aiokv.key beside it"):
+            Keys.load(public)
+    other = public.rename(tmp_path / "other")
+    with pytest.raises(ValueError, match="public key"):
+        Keys.load(other)
+
+
+def test_a_secret_key_is_in_no_list(tmp_path):
+    secret = Keys.generate().save(tmp_path) / "aiokv.key"
+    allowed = tmp_path / "allowed"
+    for file in (secret, allowed):
+        allowed.write_text(f"{Keys.generate().public}\n" + secret.read_text())
+        with pytest.raises(ValueError, match=f"{file.name}, line [12]: this is a secret key.*aiokv.pub"):
+            Keys.listed(file)
+    allowed.write_text((tmp_path / "aiokv.pub").read_text() * 2)
+    assert len(Keys.listed(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("read", [Keys.load, Keys.listed])
+def test_no_path_is_not_the_working_directory(read):
+    with pytest.raises(ValueError, match="the path of .* is empty"):
+        read("")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0" * 63, "0" * 65, "g" * 64, "00:" * 32, "0:0" * 32, b"0" * 64, None, 7]
+)
 def test_what_is_no_key(text):
     with pytest.raises(ValueError, match="64 hexadecimal digits"):
         checked_key(text)
+
+
+def test_fingerprints_as_openssl_writes_them():
+    assert checked_key(":".join(["5F"] * 32)) == checked_key("5F" * 32) == "5f" * 32
 
 
 def test_keygen(tmp_path, capsys):
@@ -104,7 +154,7 @@ def test_keygen(tmp_path, capsys):
 
 def test_half_a_pair_is_left_as_it_is(tmp_path):
     (tmp_path / "aiokv.pub").write_text("somebody's\n")
-    with pytest.raises(FileExistsError, match="there is a key already, which stays: .*aiokv.pub"):
+    with pytest.raises(FileExistsError, match="its secret one, aiokv.key, is missing: .*aiokv.pub"):
         Keys.generate().save(tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["aiokv.pub"]
 
