@@ -29,7 +29,8 @@ from aiokv.transports.handshake import new_token
 from aiokv.transports.listener import Listener
 from aiokv.transports.mapping import off_loop
 from aiokv.transports.nccl_calls import Calls, load
-from aiokv.transports.nccl_end import Home, NcclEnd, StagingDevice
+from aiokv.transports.nccl_end import NcclEnd
+from aiokv.transports.nccl_home import Home, StagingDevice
 from aiokv.transports.nccl_receiver import NcclReceiver
 from aiokv.transports.nccl_sender import NcclSender
 from aiokv.transports.nccl_staging import Pool

@@ -23,7 +23,8 @@ from aiokv.transports.arriving import Arriving, Parts
 from aiokv.transports.base import PartId
 from aiokv.transports.frames import tag_of
 from aiokv.transports.mapping import off_loop
-from aiokv.transports.nccl_end import Home, NcclEnd
+from aiokv.transports.nccl_end import NcclEnd
+from aiokv.transports.nccl_home import Home
 from aiokv.transports.nccl_line import Announced, Credit, Dead, Make, Nudge, Rest, Said, Wake
 from aiokv.transports.nccl_making import CONSUMER, NONCE
 from aiokv.transports.nccl_staging import Slot

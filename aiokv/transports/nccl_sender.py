@@ -9,20 +9,22 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from aiokv.device.base import Buffer, Event, Stream
-from aiokv.errors import AiokvError, DeviceError
+from aiokv.errors import DeviceError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PartId
 from aiokv.transports.extents import Extents
 from aiokv.transports.frames import tag_of
-from aiokv.transports.nccl_end import Home, NcclEnd
+from aiokv.transports.nccl_end import NcclEnd
+from aiokv.transports.nccl_home import Home
 from aiokv.transports.nccl_line import MOST_RUNS, Announced, Credit, Dead, Make, Nudge, Rest, Said, Wake
 from aiokv.transports.nccl_making import PRODUCER
+from aiokv.transports.nccl_sent import Sent, split
 from aiokv.transports.nccl_staging import Slot
 
 __all__ = ["NcclSender"]
@@ -33,32 +35,6 @@ _LONG_RUN = 256 << 10
 _AHEAD = 2
 
 
-class _Sent:
-    """Done when no chunk of what was to be sent is read any more."""
-
-    __slots__ = ("failure", "flying", "left")
-
-    def __init__(self) -> None:
-        #: Chunks that are not across, and those of them that are in flight.
-        self.left = 0
-        self.flying = 0
-        self.failure: DeviceError | None = None
-
-    def done(self) -> bool:
-        """Whether the memory is read no more."""
-        if self.flying:
-            return False
-        if self.failure is not None:
-            raise self.failure
-        return not self.left
-
-    def fail(self, why: AiokvError) -> None:
-        """Not all of it was sent."""
-        if self.failure is None:
-            self.failure = DeviceError("not all of the chunk was sent")
-            self.failure.__cause__ = why
-
-
 @dataclass(eq=False, slots=True)
 class _Chunk:
     """One chunk on its way."""
@@ -67,7 +43,7 @@ class _Chunk:
     plan: CopyPlan
     chunk: Chunk
     src: Sequence[Buffer]
-    sent: _Sent
+    sent: Sent
     slot: Slot | None = None
 
 
@@ -80,7 +56,7 @@ class NcclSender(NcclEnd[_Chunk]):
         #: Chunks whose bytes are there, oldest first.
         self._ready: deque[_Chunk] = deque()
         #: What waits for its stream, and how many chunks it is.
-        self._unready: dict[_Sent, int] = {}
+        self._unready: dict[Sent, int] = {}
         self._waiting = 0
         #: Chunks that the consumer takes now, and those that it can have at a time.
         self._credits = 0
@@ -103,8 +79,8 @@ class NcclSender(NcclEnd[_Chunk]):
         """Send one chunk once ``stream`` got to where it is now."""
         if self._dying or self._lost:
             raise self.dying_error()
-        tag, sent = tag_of(part), _Sent()
-        units = [_Chunk(tag, plan, each, src, sent) for each in _split(plan, chunk, self._longest)]
+        tag, sent = tag_of(part), Sent()
+        units = [_Chunk(tag, plan, each, src, sent) for each in split(plan, chunk, self._longest)]
         sent.left = len(units)
         after = stream.record()
         if after.done():
@@ -305,19 +281,3 @@ class NcclSender(NcclEnd[_Chunk]):
         for units in self._flights:
             for unit in units:
                 unit.sent.fail(self.dying_error())
-
-
-def _split(plan: CopyPlan, chunk: Chunk, limit: int) -> Iterator[Chunk]:
-    """A chunk as some that are no longer than ``limit`` bytes.
-
-    Raises:
-        DeviceError: One piece of it is longer.
-    """
-    layer, copy, low, high, _ = chunk
-    piece = plan.copies(layer)[copy].section.piece_bytes
-    if piece > limit:
-        raise DeviceError(f"nccl: pieces of {piece} bytes, and only {limit} are sent as one; raise `staging`")
-    step = limit // piece
-    for start in range(low, high, step):
-        end = min(start + step, high)
-        yield Chunk(layer, copy, start, end, (end - start) * piece)
