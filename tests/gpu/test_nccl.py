@@ -290,7 +290,7 @@ async def test_what_is_idle_gives_its_memory_back_and_goes_on_when_needed(seed: 
 
 
 @pytest.mark.asyncio
-async def test_the_loop_is_not_held(seed: int) -> None:
+async def test_large_transfers_one_after_another(seed: int) -> None:
     async with world(seed) as w:
         a, b = await w.add("a", "b")
         for _ in range(3):
