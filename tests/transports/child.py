@@ -41,8 +41,8 @@ async def main(kind: str) -> None:
     np.frombuffer(cache.buffers[0].view, np.uint8)[:] = np.arange(cache.buffers[0].nbytes) % 251
     await transport.start(cache, "127.0.0.1")
     loop = asyncio.get_running_loop()
-    lines: asyncio.Queue[bytes] = asyncio.Queue()
-    loop.add_reader(0, lambda: lines.put_nowait(sys.stdin.buffer.readline()))
+    lines = asyncio.StreamReader()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
 
     def say(link: bytes = b"") -> None:
         told = Told(transport.describe(), cache.placement, link)
@@ -50,7 +50,7 @@ async def main(kind: str) -> None:
         sys.stdout.buffer.flush()
 
     say()
-    while line := await lines.get():
+    while line := await lines.readline():
         told = msgspec.json.decode(line, type=Told)
         if told.link:  # the parent reads, or is to be sent all of it, until one of the two ends
             end = transport.accepted(told.link)
