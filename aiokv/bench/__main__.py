@@ -89,7 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write machine, rows and ratios")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw what was measured")
     parser.add_argument("--peers", action="store_true", help="transfer: NIXL, UCXX and Mooncake, too")
-    parser.add_argument("--profile", metavar="FOLDER", help="scale, gil: write profiles there")
+    parser.add_argument(
+        "--profile", metavar="FOLDER", help="scale, gil, transfer --device cuda: write profiles there"
+    )
     return parser
 
 

@@ -119,6 +119,10 @@ class End:
             found.append(time.monotonic_ns() - began)
         return {"ns": found}
 
+    async def profile(self, engine: str, file: str = "") -> dict[str, Any]:
+        """Begin to profile; with a file, end and write there."""
+        return await self._partners[engine].profile(file)
+
     # -- bare ways
 
     async def join(self, id: str) -> dict[str, Any]:  # noqa: A002 - as it is called on the line

@@ -90,6 +90,15 @@ class _Pair:
         if not (await _told(self._consumer, "same", seed=seed, there=there, here=here))["same"]:
             raise RuntimeError(f"{transport} did not move the bytes")
 
+    async def profile(self, transport: str, tokens: int, folder: str) -> None:
+        """Write what both processes' loops do for some transfers."""
+        ends = {"producer": self._producer, "consumer": self._consumer}
+        for end in ends.values():
+            await _told(end, "profile", engine=transport)
+        await self.move(transport, tokens, 10)
+        for side, end in ends.items():
+            await _told(end, "profile", engine=transport, file=f"{folder}/{transport}-{side}.prof")
+
     async def join(self, name: str) -> None:
         """Make the pair of ranks."""
         await asyncio.gather(_told(self._producer, "join", id=name), _told(self._consumer, "join", id=name))
@@ -226,6 +235,9 @@ async def _run(report: Report, options: Options) -> None:
             found = await alternate(rounds if tokens > 2 * _K else min(rounds, 3), ways)
             _tell(report, tokens, found)
             _ratios(report, tokens, found, quick=options.quick)
+        if options.profiles:
+            for name in pair.addresses:
+                await pair.profile(name, min(sizes), options.profiles)
     if options.quick:
         report.leave_out([name for name in GOALS if name not in report.ratios], "not with --quick")
 
