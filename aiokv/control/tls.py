@@ -6,13 +6,20 @@ its handshake in the same way as after it, on every event loop.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import re
 import ssl
+import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 __all__ = ["Tls", "TlsEnd"]
+
+#: How a certificate, and a private key of any kind, begin in PEM form.
+_BEGINS = rb"-----BEGIN (?:TRUSTED |X509 )?CERTIFICATE-----", rb"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY-----"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +53,17 @@ class Tls:
 
         Args:
             certificate: This engine's, followed by those between it and the authority, if any.
-            key: Its private key, not encrypted.
+            key: Its private key, not encrypted, which only its owner can read.
             ca: Certificates of the authorities that vouch for peers.
             check_hostname: Whether a peer's certificate must also name the host that was connected to. An
                 address names the certificate itself, so that those without host names are safe, too.
 
         Raises:
-            OSError: A file can't be read, or isn't what it should be (``ssl.SSLError``).
+            OSError: A file can't be read.
+            PermissionError: Others than its owner can read or write the key, too.
+            ValueError: A file isn't what it should be: no PEM, encrypted, the key of another certificate.
         """
+        _check_files(certificate, key, ca)
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.check_hostname = check_hostname
@@ -61,8 +71,8 @@ class Tls:
         for context in (server, client):
             context.verify_mode = ssl.CERT_REQUIRED
             context.minimum_version = ssl.TLSVersion.TLSv1_3
-            context.load_verify_locations(ca)
-            context.load_cert_chain(certificate, key)
+            _load_authorities(context, "ca", ca)
+            _load_pair(context, certificate, key)
         return cls(server, client)
 
     @property
@@ -71,7 +81,9 @@ class Tls:
         return self.server.verify_mode is ssl.CERT_REQUIRED
 
     def fingerprint(self) -> str:
-        """SHA-256 of this engine's own certificate, in hexadecimal.
+        """SHA-256 of this engine's own certificate, in hexadecimal: what peers list in ``allow=``.
+
+        ``openssl x509 -in engine.pem -noout -fingerprint -sha256`` tells the same.
 
         A context doesn't tell what certificate it holds, so one is asked for in a handshake in memory. That
         takes a few milliseconds.
@@ -97,6 +109,51 @@ class Tls:
         end = TlsEnd(self.client, host)
         end.receive(b"")
         return end
+
+
+def _check_files(*files: str | os.PathLike[str]) -> None:
+    """See whether there are a certificate, a key and authorities; ``ssl`` names no file in its errors."""
+    for role, begins, file in zip(("certificate", "key", "ca"), (*_BEGINS, _BEGINS[0]), files, strict=True):
+        try:
+            with Path(file).open("rb") as opened:
+                mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
+                text = opened.read()
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise OSError(code, f"{role}: {os.strerror(code)}", os.fspath(file)) from error
+        if not re.search(begins, text):
+            what = "private key" if role == "key" else "certificate"
+            raise ValueError(f"{role}: {os.fspath(file)} holds no {what} in PEM form")
+        if role == "key" and mode & 0o077:
+            raise PermissionError(f"key: {file} is open to others (mode {mode:04o}): chmod 600 {file}")
+
+
+def _load_authorities(context: ssl.SSLContext, role: str, file: str | os.PathLike[str]) -> None:
+    try:
+        context.load_verify_locations(file)
+    except ssl.SSLError as error:
+        raise ValueError(f"{role}: {os.fspath(file)} can't be used: {error.reason or error}") from error
+
+
+def _load_pair(
+    context: ssl.SSLContext, certificate: str | os.PathLike[str], key: str | os.PathLike[str]
+) -> None:
+    def password() -> str:  # or OpenSSL would ask at the terminal
+        raise ValueError(f"key: {os.fspath(key)} is encrypted; a key without pass phrase is needed")
+
+    try:
+        context.load_cert_chain(certificate, key, password)
+    except ssl.SSLError as error:
+        if error.reason in ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH"):
+            raise ValueError(
+                f"key: {os.fspath(key)} belongs to another certificate than {os.fspath(certificate)}"
+            ) from error
+        # Which of the two it was isn't said; certificates can be read on their own.
+        _load_authorities(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "certificate", certificate)
+        raise ValueError(
+            f"key: {os.fspath(key)} with certificate {os.fspath(certificate)} can't be used: "
+            f"{error.reason or error}"
+        ) from error
 
 
 class TlsEnd:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,11 +25,20 @@ def over_streams(*, queue):
     return lambda address: StreamChannel(address or "stream://127.0.0.1:0", queue=queue)
 
 
-def over_tls(*, queue):
+def certificates():
     here = Path(__file__).parent / "certificates"
-    tls = Tls.load(here / "a.pem", here / "a.key", ca=here / "ca.pem")
+    with tempfile.TemporaryDirectory() as private:  # anybody can read a checkout
+        key = Path(shutil.copy(here / "a.key", private))
+        key.chmod(0o600)
+        return Tls.load(here / "a.pem", key, ca=here / "ca.pem")
+
+
+TLS = certificates()
+
+
+def over_tls(*, queue):
     return lambda address: StreamChannel(
-        (address or "tls://127.0.0.1:0").partition("#")[0], queue=queue, tls=tls
+        (address or "tls://127.0.0.1:0").partition("#")[0], queue=queue, tls=TLS
     )
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
+import shutil
 import ssl
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,13 +22,30 @@ from aiokv.control.wire import GREETING, pack
 from aiokv.testing.conformance.channelkit import Inbox
 
 CERTIFICATES = Path(__file__).parent / "certificates"
+#: The key of nothing; its pass phrase is "test".
+ENCRYPTED = """\
+-----BEGIN ENCRYPTED PRIVATE KEY-----
+MIHsMFcGCSqGSIb3DQEFDTBKMCkGCSqGSIb3DQEFDDAcBAhhy8U3QnY2fAICCAAw
+DAYIKoZIhvcNAgkFADAdBglghkgBZQMEAQIEEMFCwZDl4JU4cx0vaBn99KgEgZAz
+5OqnZHYq1LwvTIVi3VHhx1/JfdebbUDTeTiCZOTH1HsbfSjDSnf5DWZ6hlGXhL8v
+Kv4ZHBqdbFzk7BzZZe3dCxJ9bW2xzmdKNhqP/ERj8K1JwaevsfYsv3FGrO/53zJQ
+H+pIDruqpU0vdFoaNX4R2qZM1ZVSXrDJmjtLVrK/wSdbCJA33UiSpptSzxvG5EQ=
+-----END ENCRYPTED PRIVATE KEY-----
+"""
 HERE = "tls://127.0.0.1:0"
 
 
+@functools.cache
 def tls_of(name, *, ca="ca.pem", **options):
-    return Tls.load(
-        CERTIFICATES / f"{name}.pem", CERTIFICATES / f"{name}.key", ca=CERTIFICATES / ca, **options
-    )
+    with tempfile.TemporaryDirectory() as private:  # anybody can read a checkout
+        key = Path(shutil.copy(CERTIFICATES / f"{name}.key", private))
+        key.chmod(0o600)
+        return Tls.load(CERTIFICATES / f"{name}.pem", key, ca=CERTIFICATES / ca, **options)
+
+
+for each in ("a", "b", "stranger"):  # files are not for running loops
+    tls_of(each)
+tls_of("stranger", ca="stranger.pem")
 
 
 @contextlib.asynccontextmanager
@@ -206,8 +226,11 @@ async def test_older_versions_and_contexts_of_the_users(monkeypatch):
 
 @pytest.mark.asyncio
 async def test_a_certificate_that_is_shown_and_need_not_be_names_nobody():
-    a = tls_of("a")
-    a.server.verify_mode = ssl.CERT_OPTIONAL
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(CERTIFICATES / "a.pem", CERTIFICATES / "a.key")
+    server.load_verify_locations(CERTIFICATES / "ca.pem")
+    server.verify_mode = ssl.CERT_OPTIONAL
+    a = Tls(server, tls_of("a").client)
     async with channels(a) as ((channel, address, _),):
         assert "#" not in address
         senders = []
@@ -231,9 +254,50 @@ def test_a_context_without_a_certificate():
         empty.fingerprint()
 
 
-def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        Tls.load(tmp_path / "no.pem", tmp_path / "no.key", ca=CERTIFICATES / "ca.pem")
+@pytest.fixture
+def files(tmp_path):
+    """A certificate, its key and the authority's certificate, to be spoiled."""
+    found = {"certificate": tmp_path / "a.pem", "key": tmp_path / "a.key", "ca": tmp_path / "ca.pem"}
+    for file in found.values():
+        shutil.copy(CERTIFICATES / file.name, file)
+        file.chmod(0o600)
+    return found
+
+
+@pytest.mark.parametrize("role", ["certificate", "key", "ca"])
+def test_what_is_wrong_with_a_file_is_said_with_its_role_and_name(files, role):
+    Tls.load(**files)
+    what = "private key" if role == "key" else "certificate"
+    for text in (b"", b"\0\xff", (CERTIFICATES / ("a.pem" if role == "key" else "a.key")).read_bytes()):
+        files[role].write_bytes(text)
+        with pytest.raises(ValueError, match=f"^{role}: {files[role]} holds no {what} in PEM form"):
+            Tls.load(**files)
+    kind = "PRIVATE KEY" if role == "key" else "CERTIFICATE"
+    files[role].write_text(f"-----BEGIN {kind}-----\nMIIB\n-----END {kind}-----\n")
+    with pytest.raises(ValueError, match=f"^{role}: {files[role]} .*can't be used: "):
+        Tls.load(**files)
+    files[role].unlink()
+    with pytest.raises(FileNotFoundError, match=f"{role}: No such file or directory: '{files[role]}'"):
+        Tls.load(**files)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644, 0o660])
+def test_a_key_that_others_can_read_is_refused(files, mode):
+    files["key"].chmod(mode)
+    with pytest.raises(PermissionError, match=f"key: .*is open to others .*chmod 600 {files['key']}"):
+        Tls.load(**files)
+
+
+def test_a_key_of_another_certificate(files):
+    shutil.copy(CERTIFICATES / "b.key", files["key"])
+    with pytest.raises(ValueError, match=r"key: .*a\.key belongs to another certificate than .*a\.pem"):
+        Tls.load(**files)
+
+
+def test_nobody_is_asked_for_a_pass_phrase(files):
+    files["key"].write_text(ENCRYPTED)
+    with pytest.raises(ValueError, match=r"key: .*a\.key is encrypted; a key without pass phrase is needed"):
+        Tls.load(**files)
 
 
 def test_bytes_in_any_pieces():

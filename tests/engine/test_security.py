@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
+import shutil
 import ssl
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -41,8 +44,16 @@ HERE = "tcp://127.0.0.1:0"
 QUICK = Settings(contact_ns=SECOND // 2)
 
 
+@functools.cache
 def tls_of(name: str) -> Tls:
-    return Tls.load(CERTIFICATES / f"{name}.pem", CERTIFICATES / f"{name}.key", ca=CERTIFICATES / "ca.pem")
+    with tempfile.TemporaryDirectory() as private:  # anybody can read a checkout
+        key = Path(shutil.copy(CERTIFICATES / f"{name}.key", private))
+        key.chmod(0o600)
+        return Tls.load(CERTIFICATES / f"{name}.pem", key, ca=CERTIFICATES / "ca.pem")
+
+
+for each in ("a", "b"):  # files are not for running loops
+    tls_of(each)
 
 
 def with_keys(keys: Keys, *allow: str) -> AccessOptions:
@@ -267,7 +278,7 @@ def test_other_hosts_need_keys_or_a_word(bind: str) -> None:
 def test_certificates_open_a_port_to_other_hosts_if_they_are_asked_for() -> None:
     tls = tls_of("a")
     assert not checked_access("tls://192.0.2.1:0", None, None, tls, insecure=False).strangers
-    server = Tls.load(CERTIFICATES / "a.pem", CERTIFICATES / "a.key", ca=CERTIFICATES / "ca.pem").server
+    server = tls_of.__wrapped__("a").server  # to be changed
     server.verify_mode = ssl.CERT_NONE
     anybody = dataclasses.replace(tls, server=server)
     with pytest.raises(ValueError, match="from other hosts"):
