@@ -85,4 +85,7 @@ class Scatterer:
         pending = Pending(len(self._flying[tag]))
         for event in self._flying[tag]:
             pending.add(event)
-        return pending
+        try:
+            return None if pending.done() else pending
+        except DeviceError:  # then nothing is in flight any more
+            return None

@@ -470,7 +470,11 @@ class Other:
     def _readable(self) -> None:
         # Whoever asked in this very turn may have taken it already.
         if select.select([self.wire.sock], [], [], 0)[0]:
-            self._handle(self.wire.receive())
+            try:
+                self._handle(self.wire.receive())
+            except (EOFError, OSError):  # it was killed; who asks it hears of that
+                if self.loop is not None:
+                    self.loop.remove_reader(self.wire.sock.fileno())
 
     def detach(self) -> None:
         if self.loop is not None:

@@ -8,7 +8,6 @@ from remote import TwoProcessesKit
 from aiokv.device.host import HostDevice
 from aiokv.testing.conformance.transports import CASES, Case
 
-
 SOME = ("moves_parts_interleaved", "closed_by_the_producer", "forgotten_in_the_middle", "cancelled_connect")
 
 

@@ -37,7 +37,7 @@ async def test_conformance_in_two_processes(kind: str, case: Case, other: Other,
 async def victim(request, seed: int, device) -> AsyncIterator[TwoProcessesKit]:
     """A kit whose other process may be stopped and killed."""
     other = Other()
-    kit = TwoProcessesKit(seed, other, PATHS[request.param], device)
+    kit = TwoProcessesKit(seed, other, PATHS[request.param], device, {"staging": 16 << 20})
     yield kit
     other.signal(signal.SIGCONT)
     for transport in kit._transports:
@@ -136,10 +136,11 @@ async def test_what_is_forgotten_in_the_middle_is_quiet_when_the_gpu_is(victim, 
 async def test_a_producer_that_is_killed_in_the_middle(victim) -> None:
     path, part, expected = await receiving(victim)
     pushing = push(victim, path, part)
-    pushing.cancel()
     await part.until(1)
     victim.other.signal(signal.SIGKILL)
     await lost(path.end)
+    pushing.cancel()
+    await asyncio.gather(pushing, return_exceptions=True)
     writing = path.end.forget(part.id)
     if writing is not None:
         await done(victim, writing, path.end)
@@ -152,6 +153,15 @@ async def test_a_producer_that_is_killed_in_the_middle(victim) -> None:
         part.expect()
     assert victim.device.lost is None
     assert len(expected) == len(before)
+
+
+async def writable(end) -> None:
+    bell = asyncio.Event()
+    end.on_writable(bell.set)
+    async with asyncio.timeout(20):
+        while not end.writable:
+            bell.clear()
+            await bell.wait()
 
 
 async def sending(kit):
@@ -210,6 +220,7 @@ async def test_a_consumer_that_is_killed_in_the_middle(victim, holder) -> None:
     gate, stream = victim.device.stream(), victim.device.stream()
     number = holder.hold(gate)
     stream.wait(gate.record())
+    await writable(end)
     chunks = part.chunks(4 << 20)
     events = [
         end.send(part.id, part.plan, chunk, path.producer.cache.buffers, stream=stream) for chunk in chunks
