@@ -100,10 +100,17 @@ class Model:
 
         Blocks for as long as the forward takes, so it belongs in a worker thread. The KV of
         ``tokens`` is in the cache's blocks afterwards.
+
+        Raises:
+            RuntimeError: This version of transformers doesn't use the cache that it is given.
         """
+        there = cache.get_seq_length()
         with torch.inference_mode():
             ids = torch.tensor([tokens], device=self.device)
             output = self.network(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1)
+        if cache.get_seq_length() != there + len(tokens):
+            # Every answer would be nonsense, and the same nonsense in one process as in two.
+            raise RuntimeError("transformers left the KV cache alone: pip install -U 'aiokv[examples]'")
         return int(output.logits[0, -1].argmax())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -109,6 +110,24 @@ def test_kv_that_did_not_arrive_changes_the_answer(model: Model, block: int) -> 
             cache.tensor(layer)[:, block] = 0
         kv = PagedCache(cache, [0, 1, 2, 3], length=48)
         assert [first, *answer_of(model, kv, [first], 11)] != plain(model, prompt, 12)
+
+
+class Deaf(torch.nn.Module):
+    """A network that leaves the cache that it is given alone."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self._network = network
+        self.config, self.device = network.config, network.device
+
+    def forward(self, *, cache: object, **given: object) -> object:
+        return self._network(**given)
+
+
+def test_a_version_of_transformers_that_does_not_use_the_cache_is_told(model: Model) -> None:
+    deaf = dataclasses.replace(model, network=Deaf(model.network))
+    with allocated(model) as cache, pytest.raises(RuntimeError, match="left the KV cache alone"):
+        deaf.next_token(prompt_of(3), PagedCache(cache, [0]))
 
 
 def test_more_tokens_than_slots_are_refused(model: Model) -> None:
