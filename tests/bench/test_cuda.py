@@ -18,6 +18,7 @@ from aiokv.bench.cuda.pipes import Stages
 from aiokv.bench.cuda.plans import plan_of, side_of
 from aiokv.bench.cuda.traffic import CountingSelector, LoopThread, Moved
 from aiokv.bench.registry import load, names
+from aiokv.bench.suite.cuda.completion import _poll_us
 
 DOCS = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 ON_A_GPU = names("cuda")
@@ -97,6 +98,38 @@ def test_steps_add_up() -> None:
     stages.add("second", 7)
     assert stages.spent["first"] >= 5
     assert stages.spent["second"] == 7
+
+
+class Released:
+    """An event that is done once a test says so."""
+
+    def __init__(self, over: list[bool]) -> None:
+        self._over = over
+
+    def done(self) -> bool:
+        return bool(self._over)
+
+
+class Streams:
+    """What stands for a GPU's clock and its streams: events that are done when ``over`` isn't empty."""
+
+    def __init__(self) -> None:
+        self.over: list[bool] = []
+
+    def launch(self, duration_ns: int, stream: object) -> tuple[Released, int]:
+        return Released(self.over), 0
+
+    def record(self) -> Released:
+        return Released(self.over)
+
+
+@pytest.mark.asyncio
+async def test_a_poll_is_timed_in_turns_that_each_look_and_then_the_poller_goes_on() -> None:
+    streams = Streams()
+    asyncio.get_running_loop().call_later(0.05, streams.over.append, True)
+    taken = await _poll_us(streams, [streams], 20, 1)  # type: ignore[arg-type, list-item]
+    assert taken > 0
+    assert streams.over
 
 
 def test_a_rate() -> None:
