@@ -52,7 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Path(given.json).write_text(report.to_json(), encoding="utf-8")
     show_ratios(console, report)
     if plot is not None:
-        plot.write(report, given.plot)
+        draws = {each.name: each.draw for each in chosen if each.draw is not None}
+        plot.write(report, given.plot, draws)
     if failed:
         console.print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from aiokv.bench import suite
+from aiokv.bench.registry import Draw
 from aiokv.bench.report import Report
 
 if TYPE_CHECKING:
@@ -16,20 +16,22 @@ if TYPE_CHECKING:
 __all__ = ["write"]
 
 
-def write(report: Report, file: str) -> None:
+def write(report: Report, file: str, draws: Mapping[str, Draw]) -> None:
     """Draw it, in the format that the file's name says.
 
-    A benchmark's module may have ``draw(axes, rows)``, which fills a panel with the rows of that benchmark.
+    Args:
+        report: What was found.
+        file: Where to.
+        draws: By the name of a benchmark what fills a panel with its rows.
     """
     rows = {name: [cells for of, _, cells in report.rows if of == name] for name, _, _ in report.rows}
-    modules = {name: import_module(f"{suite.__name__}.{name}") for name in rows}
-    drawn = [name for name, module in modules.items() if hasattr(module, "draw")]
+    drawn = [name for name in rows if name in draws]
     figure = Figure(figsize=(9, 2.5 + 0.3 * len(report.ratios) + 4 * len(drawn)), layout="constrained")
     heights = [1.5 + 0.3 * len(report.ratios)] + [4.0] * len(drawn)
     panels = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     _draw_ratios(panels[0], report)
     for axes, name in zip(panels[1:], drawn, strict=True):
-        modules[name].draw(axes, rows[name])
+        draws[name](axes, rows[name])
     machine = report.machine
     figure.suptitle(
         f"aiokv {machine.get('aiokv', '')} on {machine.get('cores', '?')} x {machine.get('cpu', '?')}"

@@ -1,9 +1,10 @@
 """Which benchmarks there are: the modules of ``aiokv.bench.suite``.
 
 A module has ``GOALS``, the named figures that it gives, and ``run(report, options)``, which measures. It
-may have ``missing() -> str``: what this machine lacks for it, empty if nothing. Its docstring's first line
-is its description. What a benchmark of the host measures on a GPU is the module of the same name in
-``aiokv.bench.suite.cuda``; those that need a GPU anyway have none there.
+may have ``missing() -> str``: what this machine lacks for it, empty if nothing, and ``draw(axes, rows)``,
+which fills a panel. Its docstring's first line is its description. What a benchmark of the host measures on
+a GPU is the module of the same name in ``aiokv.bench.suite.cuda``; those that need a GPU anyway have none
+there.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from aiokv.bench import suite
 from aiokv.bench.report import Goal, Report
 
-__all__ = ["DEVICES", "Benchmark", "Options", "load", "names"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
+__all__ = ["DEVICES", "Benchmark", "Draw", "Options", "load", "names"]
+
+#: Fills a panel with the rows of a benchmark.
+Draw = Callable[["Axes", list[dict[str, Any]]], None]
 #: Where the memory is that is moved, or the operations that are waited for.
 DEVICES = ("host", "cuda")
 #: Benchmarks that are of a GPU whatever device is asked for.
@@ -46,6 +53,8 @@ class Benchmark:
     #: What this machine lacks for it; empty if nothing.
     missing: Callable[[], str]
     run: Callable[[Report, Options], None]
+    #: Fills a panel of the picture with its rows; None where it draws nothing of its own.
+    draw: Draw | None = None
 
 
 def names(device: str = "host") -> list[str]:
@@ -68,4 +77,5 @@ def load(name: str, device: str = "host") -> Benchmark:
     place = suite.__name__ if device == "host" or name in _OF_GPUS else f"{suite.__name__}.{device}"
     module = import_module(f"{place}.{name}")
     about = (module.__doc__ or "").partition("\n")[0]
-    return Benchmark(name, about, module.GOALS, getattr(module, "missing", str), module.run)
+    missing, draw = getattr(module, "missing", str), getattr(module, "draw", None)
+    return Benchmark(name, about, module.GOALS, missing, module.run, draw)

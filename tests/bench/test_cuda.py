@@ -17,6 +17,7 @@ from aiokv.bench.cuda.llama import block_ids, layout_of, token_bytes
 from aiokv.bench.cuda.pipes import Stages
 from aiokv.bench.cuda.plans import plan_of, side_of
 from aiokv.bench.cuda.traffic import CountingSelector, LoopThread, Moved
+from aiokv.bench.figures import Spread
 from aiokv.bench.registry import load, names
 from aiokv.bench.suite.cuda.completion import _poll_us
 
@@ -130,6 +131,45 @@ async def test_a_poll_is_timed_in_turns_that_each_look_and_then_the_poller_goes_
     taken = await _poll_us(streams, [streams], 20, 1)  # type: ignore[arg-type, list-item]
     assert taken > 0
     assert streams.over
+
+
+class Panel:
+    """Notes the lines that are drawn."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, tuple[list[int], list[float]]] = {}
+        self.ticks: list[str] = []
+
+    def plot(self, at: list[int], values: list[float], *, marker: str, label: str) -> None:
+        self.lines[label] = at, values
+
+    def set_xticks(self, at: range, labels: list[str]) -> None:
+        self.ticks = labels
+
+    def __getattr__(self, name: str):
+        return lambda *_: None
+
+
+def test_what_is_drawn() -> None:
+    panel = Panel()
+    rows = [{"costs": "others have no such columns"}]
+    for size, rate in (("4k", 50.0), ("64k", 52.0)):
+        rows.append({"fragments": size, "by": "aiokv", "d2h GB/s": Spread.of([rate])})
+    draw = load("copy", "cuda").draw
+    assert draw is not None
+    draw(panel, rows)
+    assert panel.lines == {"aiokv": ([0, 1], [50.0, 52.0])}
+    assert panel.ticks == ["4k", "64k"]
+    panel = Panel()
+    rows = [
+        {"tokens": 2048, "by": "nccl", "GB/s": Spread.of([5.0])},
+        {"transport": "shm", "why": "it isn't there"},
+    ]
+    draw = load("transfer", "cuda").draw
+    assert draw is not None
+    draw(panel, rows)
+    assert panel.lines == {"nccl": ([0], [5.0])}
+    assert panel.ticks == ["2,048"]
 
 
 def test_a_rate() -> None:

@@ -54,7 +54,7 @@ def test_one_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     goals = {"good.figure": Goal(1, "lower"), "bad.figure": Goal(1, "lower"), "gpu.figure": Goal(1, "lower")}
 
-    def made(name: str) -> Benchmark:
+    def made(name: str, device: str) -> Benchmark:
         def run(report: Report, options: Options) -> None:
             if name == "bad":
                 raise OSError("no such thing")
@@ -63,7 +63,7 @@ def test_one_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path
         own = {figure: goal for figure, goal in goals.items() if figure.startswith(name)}
         return Benchmark(name, name, own, lambda: "no GPU" if name == "gpu" else "", run)
 
-    monkeypatch.setattr(program, "names", lambda: ["bad", "good", "gpu"])
+    monkeypatch.setattr(program, "names", lambda device="host": ["bad", "good", "gpu"])
     monkeypatch.setattr(program, "load", made)
     file = tmp_path / "found.json"
     assert main(["all", "--json", str(file)]) == 1

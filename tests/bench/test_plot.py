@@ -22,7 +22,7 @@ report.begin("latency", {"latency.some": Goal(3, "lower"), "latency.none": Goal(
 report.row("a table", {"us": 1.0})
 report.ratio("latency.some", [2.0])
 report.ratio("latency.none", [0])
-write(report, sys.argv[1])
+write(report, sys.argv[1], {"latency": lambda axes, rows: axes.plot([each["us"] for each in rows])})
 """
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -22,7 +23,10 @@ from aiokv.bench.registry import Options
 from aiokv.bench.report import Goal, Report
 from aiokv.bench.rounds import alternate
 
-__all__ = ["GOALS", "missing", "run"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["GOALS", "draw", "missing", "run"]
 
 _NAMES = {4 << 10: "4k", 16 << 10: "16k", 64 << 10: "64k", 256 << 10: "256k", 2 << 20: "2m"}
 _SHARES = {"d2h": 0.95, "h2d": 0.90}
@@ -149,3 +153,17 @@ async def _run(report: Report, options: Options) -> None:
 def run(report: Report, options: Options) -> None:
     """Measure."""
     uvloop.run(_run(report, options))
+
+
+def draw(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Rates over the size of fragments, to the host."""
+    kept = [cells for cells in rows if "d2h GB/s" in cells]
+    sizes = list(dict.fromkeys(cells["fragments"] for cells in kept))
+    for name in dict.fromkeys(cells["by"] for cells in kept):
+        own = [cells for cells in kept if cells["by"] == name]
+        at = [sizes.index(cells["fragments"]) for cells in own]
+        axes.plot(at, [cells["d2h GB/s"].median for cells in own], marker="o", label=name)
+    axes.set_xticks(range(len(sizes)), sizes)
+    axes.set_ylabel("GB/s")
+    axes.set_title("fragments scattered on the GPU, to the host")
+    axes.legend()

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -28,7 +28,10 @@ from aiokv.bench.report import Goal, Report
 from aiokv.bench.rounds import alternate
 from aiokv.transports.handshake import STREAMS
 
-__all__ = ["GOALS", "missing", "run"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["GOALS", "draw", "missing", "run"]
 
 GOALS = {
     "transfer.cuda_ipc_over_d2d_8k": Goal(0.75, "higher"),
@@ -245,3 +248,19 @@ async def _run(report: Report, options: Options) -> None:
 def run(report: Report, options: Options) -> None:
     """Measure."""
     uvloop.run(_run(report, options))
+
+
+def draw(axes: Axes, rows: list[dict[str, Any]]) -> None:
+    """Rates over the number of tokens."""
+    kept = [cells for cells in rows if "tokens" in cells]
+    sizes = list(dict.fromkeys(cells["tokens"] for cells in kept))
+    for name in dict.fromkeys(cells["by"] for cells in kept):
+        own = [cells for cells in kept if cells["by"] == name]
+        at = [sizes.index(cells["tokens"]) for cells in own]
+        axes.plot(at, [cells["GB/s"].median for cells in own], marker="o", label=name)
+    axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("GB/s")
+    axes.set_title("the KV of Llama-3-8B, scattered")
+    axes.legend()
