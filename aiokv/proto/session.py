@@ -344,12 +344,17 @@ class Session:
     def handle_timer(self, now: int) -> None:
         """Greet again, ask for a sign of life, or end the session for want of one."""
         if self.phase is Phase.CONTACT:
-            if now >= self._contact_by:
+            pause = self._settings.contact_ns // 4
+            stood_still = now > self._greet_again + pause
+            if now >= self._contact_by and not stood_still:
                 waited = self._settings.contact_ns / 1e9
                 self.end(PeerLostError(f"no answer from {self.address} within {waited:g} s"))
             elif now >= self._greet_again:
+                # We may not even have said HELLO before we stood still; it gets its time to be answered.
                 self.greet()
-                self._greet_again = now + self._settings.contact_ns // 4
+                self._greet_again = now + pause
+                if stood_still:
+                    self._contact_by = max(self._contact_by, now + pause)
             return
         if self.phase is Phase.ENDED or not self.live:
             return

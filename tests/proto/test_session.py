@@ -362,14 +362,31 @@ def test_a_timer_that_comes_too_early_does_nothing() -> None:
     assert not alice.wants_to_send
 
 
+@pytest.mark.parametrize("said", [False, True])
+def test_a_greeting_has_time_to_be_answered_also_where_this_side_stood_still_for_a_little(said: bool) -> None:
+    alice = session()
+    if said:
+        alice.take_frames()
+    pause = SETTINGS.contact_ns // 4
+    now = START + SETTINGS.contact_ns + pause // 2  # less than what has everything begin anew
+    alice.handle_timer(now)
+    assert alice.phase is Phase.CONTACT
+    assert len(alice.take_frames()) == 1
+    assert alice.next_timer() == now + pause
+    alice.handle_timer(now + pause)
+    assert alice.phase is Phase.ENDED
+
+
 def test_time_for_contact_starts_anew_when_this_side_was_late() -> None:
     alice = session()
     now = START + 10 * SECOND
     alice.forgive(now)
-    alice.handle_timer(now)
-    assert alice.phase is Phase.CONTACT
-    alice.handle_timer(now + SETTINGS.contact_ns)
+    last = 0
+    while (due := alice.next_timer()) is not None:
+        last = max(due, now)
+        alice.handle_timer(last)
     assert alice.phase is Phase.ENDED
+    assert last == now + SETTINGS.contact_ns
 
 
 # -- time: heartbeats -------------------------------------------------------------------------------
