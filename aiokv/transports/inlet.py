@@ -13,6 +13,7 @@ import numpy as np
 from aiokv.proto.plan import Chunk
 from aiokv.transports.arriving import NoRoom, Parts
 from aiokv.transports.frames import HEADER_BYTES, unpack
+from aiokv.transports.patience import Patience
 from aiokv.transports.vectors import Vector, VectorIO
 
 __all__ = ["Inlet"]
@@ -69,9 +70,9 @@ class Inlet:
         self._payload = 0
         #: Bytes that the kernel gathers at present before it wakes the loop.
         self._gathered = 1
-        #: Part of a frame that came before anybody expected it, and the timer that ends the wait.
+        #: Part of a frame that came before anybody expected it, and for how long that is waited for.
         self._early = b""
-        self._early_timer: asyncio.TimerHandle | None = None
+        self._patience: Patience | None = None
         #: There was no room for the frame whose header came last.
         self._full = False
         loop.add_reader(self._fd, self._readable)
@@ -79,8 +80,8 @@ class Inlet:
     def stop(self) -> None:
         """Write nothing more to any memory, and call nobody back."""
         self._stopped = True
-        if self._early_timer is not None:
-            self._early_timer.cancel()
+        if self._patience is not None:
+            self._patience.cancel()
         self._tag = b""
 
     def turn_away(self, tag: bytes) -> None:
@@ -95,24 +96,17 @@ class Inlet:
         """Read on once that has come."""
         self._early = tag
         self._loop.remove_reader(self._fd)
-        self._be_patient()
+        self._patience = Patience(_AHEAD_S, self._lose_patience)
 
-    def _be_patient(self) -> None:
-        due = self._loop.time() + _AHEAD_S
-        self._early_timer = self._loop.call_at(due, self._lose_patience, due)
-
-    def _lose_patience(self, due: float) -> None:
-        if self._loop.time() > due + _AHEAD_S / 3:
-            self._be_patient()  # this side stood still, and may have that message yet to read
-        else:
-            self._cut("the producer sent data of a part that nobody expects")
+    def _lose_patience(self) -> None:
+        self._cut("the producer sent data of a part that nobody expects")
 
     def resume(self, tag: bytes) -> None:
         """It was said what becomes of this part: go on, if that is what is waited for."""
-        if tag == self._early and self._early_timer is not None and not self._stopped:
+        if tag == self._early and self._patience is not None and not self._stopped:
             self._early = b""
-            self._early_timer.cancel()
-            self._early_timer = None
+            self._patience.cancel()
+            self._patience = None
             self._go_on()
 
     def retry(self) -> None:

@@ -22,14 +22,14 @@ async def test_standing_still_is_not_held_against_data_that_came_early() -> None
     (inlet,) = receiver._inlets
     try:
         theirs.sendall(pack(tag_of(("t", 0)), Chunk(0, 0, 0, 1, 8)))
-        while inlet._early_timer is None:  # noqa: ASYNC110
+        while inlet._patience is None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        inlet._early_timer.cancel()
+        inlet._patience._timer.cancel()
         # As after SIGCONT: the timer comes late, and what announces the data may lie unread as it did.
-        inlet._lose_patience(loop.time() - 1)
+        inlet._patience._look(loop.time() - 1)
         assert not receiver.lost
-        inlet._early_timer.cancel()
-        inlet._lose_patience(loop.time())
+        inlet._patience._timer.cancel()
+        inlet._patience._look(loop.time())
         assert receiver.lost
     finally:
         receiver.close()

@@ -23,6 +23,7 @@ from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostE
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import Link, PartId, PeerInfo
 from aiokv.transports.ends import LinkEnd
+from aiokv.transports.patience import Patience
 
 if TYPE_CHECKING:
     from aiokv.device.cache import KVCache
@@ -172,7 +173,7 @@ class _Receiver(LinkEnd):
         self.inbox: deque[_Frame] = deque()
         self._expected: dict[PartId, _Expected] = {}
         self._forgotten: set[PartId] = set()
-        self._patience: asyncio.TimerHandle | None = None
+        self._patience: Patience | None = None
 
     def deliver(self, frame: _Frame) -> None:
         """A frame came to this side."""
@@ -204,7 +205,7 @@ class _Receiver(LinkEnd):
                 expected = self._expected.get(frame.part)
                 if expected is None:
                     if self._patience is None:
-                        self._be_patient()
+                        self._patience = Patience(AHEAD_S, self._lose_patience)
                     return
                 self._take(frame, expected)
             if self._patience is not None:
@@ -234,15 +235,8 @@ class _Receiver(LinkEnd):
         buffer.bytes[_expanded(offsets, lengths)] = np.concatenate(frame.data)
         expected.landed(chunk.layer, chunk.nbytes)
 
-    def _be_patient(self) -> None:
-        due = self._loop.time() + AHEAD_S
-        self._patience = self._loop.call_at(due, self._lose_patience, due)
-
-    def _lose_patience(self, due: float) -> None:
+    def _lose_patience(self) -> None:
         self._patience = None
-        if self._loop.time() > due + AHEAD_S / 3:
-            self._be_patient()  # it stood still itself
-            return
         self.end("data came of a part that nobody expects")
         self.other.hear("the consumer closed it")
 
