@@ -9,6 +9,7 @@ nothing for it, and there is no thread or server of aiokv's. Scrapes may come fr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -30,7 +31,9 @@ from aiokv.errors import ClosedError
 __all__ = ["Exporter"]
 
 #: Labels that some of the metrics have.
-_OWN = frozenset({"direction", "outcome", "role", "state", "transport"})
+_OWN = frozenset({"direction", "le", "outcome", "role", "state", "transport"})
+#: What Prometheus takes for one; it keeps those that begin with two underscores for itself.
+_LABEL = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 class Exporter(Collector):
@@ -41,9 +44,12 @@ class Exporter(Collector):
         registry: Where to register; by default prometheus-client's own.
         labels: Put on everything of this engine's, the rank say.
 
+    Once it is closed it shows nothing. An engine that is closed is shown with its last counts until then.
+
     Raises:
+        TypeError: An argument of the wrong kind, or labels that aren't strings.
         ValueError: The registry has such metrics already (further engines are added to the
-            exporter that it has), or a label is one that the metrics have themselves.
+            exporter that it has), or a label's name is one that the metrics have themselves, or none.
     """
 
     def __init__(
@@ -52,13 +58,22 @@ class Exporter(Collector):
         registry: CollectorRegistry | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
+        if registry is not None and not isinstance(registry, CollectorRegistry):
+            raise TypeError(f"registry is a CollectorRegistry of prometheus_client's, not {registry!r}")
         self._engines: dict[tuple[str, ...], TransferEngine] = {}
-        self._names = tuple(labels or ())
+        self._closed = False
+        self._names = tuple(_checked_labels(labels))
         if taken := sorted(_OWN.intersection(self._names)):
             raise ValueError(f"labels {taken} are the metrics' own; take other names")
         self.add(engine, labels)
         self._registry = REGISTRY if registry is None else registry
-        self._registry.register(self)
+        try:
+            self._registry.register(self)
+        except ValueError as error:
+            raise ValueError(
+                "this registry shows metrics of aiokv's already: keep the exporter that it has and add "
+                "this engine to it, exporter.add(engine, labels), or pass another registry"
+            ) from error
 
     def add(self, engine: TransferEngine, labels: Mapping[str, str] | None = None) -> None:
         """Show another engine, too.
@@ -68,9 +83,17 @@ class Exporter(Collector):
             labels: The same names as the first engine has, and other values.
 
         Raises:
-            ValueError: Other names, or the values of an engine that is shown already.
+            ClosedError: The exporter is closed.
+            TypeError: It is no engine, or labels aren't strings.
+            ValueError: Other names, the values of an engine that is shown already, or that engine itself.
         """
-        given = dict(labels or {})
+        if self._closed:
+            raise ClosedError("the exporter is closed")
+        if not isinstance(engine, TransferEngine):
+            raise TypeError(f"engine is a TransferEngine, not {engine!r}")
+        given = _checked_labels(labels)
+        if any(engine is shown for shown in self._engines.values()):
+            raise ValueError(f"{engine!r} is shown already; twice, it would count twice in every sum")
         if set(given) != set(self._names):
             raise ValueError(f"all engines have the labels {list(self._names)}, not {list(given)}")
         values = tuple(given[name] for name in self._names)
@@ -80,7 +103,8 @@ class Exporter(Collector):
 
     def close(self) -> None:
         """Take it out of the registry. May be called twice."""
-        if self._engines:
+        if not self._closed:
+            self._closed = True
             self._engines = {}
             self._registry.unregister(self)
 
@@ -109,6 +133,22 @@ class Exporter(Collector):
                 continue
             _fill(families, found, labels)
         return families.made
+
+
+def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
+    """Labels that can be shown: with one that can't, no scrape of the registry would work any more."""
+    if labels is not None and not isinstance(labels, Mapping):
+        raise TypeError(f"labels is a mapping of names to values, not {labels!r}")
+    found = dict(labels or {})
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise TypeError(f"labels has names and values that are strings, not {name!r}: {value!r}")
+        if not _LABEL.fullmatch(name):
+            raise ValueError(
+                f"labels has the name {name!r}: names are letters, digits and _, and begin with none of "
+                "the digits and not with __"
+            )
+    return found
 
 
 class _Families:

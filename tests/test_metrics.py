@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -74,8 +75,10 @@ async def test_what_would_be_shown_twice_is_refused() -> None:
     registry = CollectorRegistry()
     async with connected_pair() as (producer, consumer):
         with Exporter(producer, registry, {"rank": "0"}) as exporter:
-            with pytest.raises(ValueError, match="Duplicated"):
+            with pytest.raises(ValueError, match=r"already: .*exporter\.add\(engine, labels\)"):
                 Exporter(consumer, registry)
+            with pytest.raises(ValueError, match="is shown already"):
+                exporter.add(producer, {"rank": "1"})
             with pytest.raises(ValueError, match="tell them apart"):
                 exporter.add(consumer, {"rank": "0"})
             with pytest.raises(ValueError, match=r"have the labels \['rank'\]"):
@@ -83,6 +86,44 @@ async def test_what_would_be_shown_twice_is_refused() -> None:
             with pytest.raises(ValueError, match=r"\['role'\] are the metrics' own"):
                 Exporter(consumer, CollectorRegistry(), {"role": "decode"})
         exporter.close()  # a second time
+        assert generate_latest(registry) == b""
+        with pytest.raises(aiokv.ClosedError, match="the exporter is closed"):
+            exporter.add(consumer, {"rank": "1"})
+        Exporter(consumer, registry).close()
+
+
+@pytest.mark.parametrize(
+    ("labels", "kind"),
+    [
+        ({"rank": 0}, TypeError),
+        ({"rank": None}, TypeError),
+        ({0: "rank"}, TypeError),
+        ("rank", TypeError),
+        (["rank"], TypeError),
+        ({"": "0"}, ValueError),
+        ({"__x": "0"}, ValueError),
+        ({"a-b": "0"}, ValueError),
+        ({"a b": "0"}, ValueError),
+        ({"0a": "0"}, ValueError),
+        ({"ä": "0"}, ValueError),
+        ({"le": "0"}, ValueError),
+    ],
+)
+@pytest.mark.asyncio
+async def test_labels_that_would_break_every_scrape_are_refused(labels: Any, kind: type[Exception]) -> None:
+    registry = CollectorRegistry()
+    async with connected_pair() as (producer, _):
+        with pytest.raises(kind, match="^labels"):
+            Exporter(producer, registry, labels)
+        assert generate_latest(registry) == b""
+        with Exporter(producer, registry, {"_rank0": '\n"ä'}):
+            generate_latest(registry)
+
+
+def test_what_is_no_engine_or_registry_is_refused() -> None:
+    for given in ((5,), (None,), (None, 5)):
+        with pytest.raises(TypeError, match="^engine is a|^registry is a"):
+            Exporter(*given)
 
 
 @pytest.mark.asyncio

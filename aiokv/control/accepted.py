@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from aiokv.control.connection import CONTACT, Connection
 from aiokv.control.tls import Tls, TlsEnd
+from aiokv.control.told import Told
 from aiokv.control.wire import GREETING, greeted, take
 from aiokv.errors import RemoteProtocolError
 
@@ -30,6 +31,7 @@ class Door:
         receive: Called for each frame.
         members: Where each connection stands while there is anything of it.
         gone: Called once there isn't.
+        told: What the log was told already.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class Door:
         receive: Callable[[bytes], None],
         members: set[object],
         gone: Callable[[object], None],
+        told: Told,
     ) -> None:
         self._memory = memory
         self._tls = tls
@@ -48,6 +51,7 @@ class Door:
         self._receive = receive
         self._members = members
         self._gone = gone
+        self._told = told
         #: Certificate of who sent the frame that is being delivered; empty while none is, and where addresses
         #: name none.
         self.sender = ""
@@ -58,7 +62,7 @@ class Door:
     def accept(self) -> Accepted:
         """What a connection that comes is given to."""
         tls = None if self._tls is None else self._tls.server_end()
-        return Accepted(self, self._memory, tls, self._lost)
+        return Accepted(self, self._memory, tls, self._lost, self._told)
 
     def close(self) -> None:
         """Let nobody in any more, also not whom the loop has accepted and is about to announce."""
@@ -108,9 +112,14 @@ class Accepted(Connection):
     """A connection that a peer opened: its greeting, then its frames."""
 
     def __init__(
-        self, door: Door, memory: memoryview, tls: TlsEnd | None, lost: Callable[[Connection], None]
+        self,
+        door: Door,
+        memory: memoryview,
+        tls: TlsEnd | None,
+        lost: Callable[[Connection], None],
+        told: Told,
     ) -> None:
-        super().__init__("from a stranger", memory, tls, lost)
+        super().__init__("from a stranger", memory, tls, lost, told)
         self._door = door
         self._loop = asyncio.get_running_loop()
         self._patience: asyncio.TimerHandle | None = None  # None before it is connected
@@ -118,7 +127,8 @@ class Accepted(Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The TCP connection is there."""
-        self.name = f"connection from {transport.get_extra_info('peername')}"
+        where = transport.get_extra_info("peername") or ("a stranger",)  # none if it is gone again
+        self.name, self.who = f"connection from {where}", f"connection from {where[0]}"
         self._patience = self._loop.call_later(CONTACT, self.cut, "it has not greeted in time")
         super().connection_made(transport)
         self._door.met(self)

@@ -9,6 +9,8 @@ import ssl
 from collections.abc import Callable
 
 from aiokv.control.tls import TlsEnd
+from aiokv.control.told import Told
+from aiokv.control.wire import spoken
 from aiokv.errors import RemoteProtocolError
 
 __all__ = ["CONTACT", "Connection"]
@@ -35,12 +37,20 @@ class Connection(asyncio.BufferedProtocol):
             out before the loop turns to the next.
         tls: This end of the TLS connection; None without TLS.
         lost: Called when nothing of it is left.
+        told: What the log was told already.
     """
 
     def __init__(
-        self, name: str, memory: memoryview, tls: TlsEnd | None, lost: Callable[[Connection], None]
+        self,
+        name: str,
+        memory: memoryview,
+        tls: TlsEnd | None,
+        lost: Callable[[Connection], None],
+        told: Told,
     ) -> None:
         self.name = name
+        #: How the log tells peers apart: the name without what is another with each connection.
+        self.who = name
         #: Both ends have greeted.
         self.greeted = False
         #: The transport holds as much as it may.
@@ -52,6 +62,10 @@ class Connection(asyncio.BufferedProtocol):
         self._memory = memory
         self._tls = tls
         self._lost = lost
+        self._told = told
+        self._began = b""  # the first bytes that the peer sent, with TLS
+        #: This side ended it.
+        self.ended_here = False
         self._transport: asyncio.Transport | None = None  # None before it is connected
         self._linger: asyncio.TimerHandle | None = None  # None unless it is closing with something to send
         self._over = False  # ``lost`` was called
@@ -98,6 +112,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """End it. What the transport holds has a quarter of a second to go out, if the peer reads at all."""
+        self.ended_here = True
         if self._transport is None or self.full:
             self.abort()
         elif not self._transport.is_closing():
@@ -107,6 +122,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """End it at once."""
+        self.ended_here = True
         if self._transport is not None:
             self._transport.abort()
 
@@ -116,14 +132,19 @@ class Connection(asyncio.BufferedProtocol):
         uvloop then closes the transport behind the protocol's back, and never says that the connection is
         lost.
         """
+        self.ended_here = True
         if self._transport is not None:
             self._transport.abort()
             asyncio.get_running_loop().call_soon(self.connection_lost, None)
 
     def cut(self, reason: object) -> None:
         """End it for what the peer did. What is on its way goes out first, such as TLS's alert."""
-        _log.info("control %s cut: %s", self.name, reason)
+        self.tell(f"cut: {reason}")
         self.close()
+
+    def tell(self, what: str) -> None:
+        """Log it, once for each peer: who is refused comes back, ten times a second."""
+        _log.log(self._told.level(self.who, what), "control %s %s", self.name, what)
 
     # -- what the loop calls
 
@@ -158,7 +179,9 @@ class Connection(asyncio.BufferedProtocol):
         except RemoteProtocolError as error:
             self.cut(error)
         except ssl.SSLError as error:
-            self.cut(f"TLS: {error.reason or error}")
+            said = spoken(self._began)
+            plain = "" if said.startswith("TLS") else f" (what is there speaks {said})"
+            self.cut(f"TLS: {error.reason or error}{plain}")
 
     def pause_writing(self) -> None:
         """The transport holds as much as it may."""
@@ -179,6 +202,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def _decrypt(self, tls: TlsEnd, data: memoryview) -> None:
         was_ready = tls.ready
+        if not self._began:
+            self._began = bytes(data[:8])
         try:
             said = tls.receive(data)
         finally:

@@ -12,6 +12,7 @@ from aiokv.control.address import Address
 from aiokv.control.base import MAX_FRAME
 from aiokv.control.connection import CONTACT, Connection
 from aiokv.control.tls import Tls, TlsEnd
+from aiokv.control.told import Told
 from aiokv.control.wire import GREETING, greeted, pack
 from aiokv.errors import CapacityError, ClosedError, RemoteProtocolError
 
@@ -49,6 +50,7 @@ class StreamPort:
         bounds: Bounds,
         members: set[object],
         gone: Callable[[object], None],
+        told: Told,
     ) -> None:
         self._peer = peer
         self._memory = memory
@@ -57,6 +59,7 @@ class StreamPort:
         #: What the channel waits for when it closes, and whom to tell that something is gone.
         self._members = members
         self._gone = gone
+        self._told = told
         self._where = peer.host, peer.port or 0
         self._loop = asyncio.get_running_loop()
         self._queue: deque[bytes] = deque()
@@ -118,7 +121,7 @@ class StreamPort:
     async def _reach(self) -> None:
         """Connect, and wait until the peer has greeted."""
         tls = None if self._tls is None else self._tls.client_end(self._peer.host.partition("%")[0])
-        connection = Outgoing(self, self._peer, self._memory, tls)
+        connection = Outgoing(self, self._peer, self._memory, tls, self._told)
         try:
             async with asyncio.timeout(CONTACT):
                 await self._loop.create_connection(lambda: connection, *self._where)
@@ -173,8 +176,11 @@ class StreamPort:
 class Outgoing(Connection):
     """A connection that this side opened. All that it may hear is the greeting."""
 
-    def __init__(self, port: StreamPort, peer: Address, memory: memoryview, tls: TlsEnd | None) -> None:
-        super().__init__(f"connection to {peer}", memory, tls, port.lost)
+    def __init__(
+        self, port: StreamPort, peer: Address, memory: memoryview, tls: TlsEnd | None, told: Told
+    ) -> None:
+        super().__init__(f"connection to {peer}", memory, tls, port.lost, told)
+        self._scheme = peer.scheme
         self._port = port
         self._key = peer.key
         #: Done once the peer has greeted; an error if the connection ended before.
@@ -209,6 +215,8 @@ class Outgoing(Connection):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is left of it."""
+        if not self.greeted and not self.ended_here:
+            self.tell(f"closed by the other side before it greeted: is it bound to {self._scheme}://, too?")
         if not self.up.done():
             self.up.set_exception(exc or ConnectionResetError("cut before the peer had greeted"))
             self.up.exception()  # nobody may wait any more, and that is fine

@@ -19,6 +19,7 @@ from aiokv.control.address import Address, bindable, reachable
 from aiokv.control.keys import checked_key
 from aiokv.control.streamport import Bounds, StreamPort
 from aiokv.control.tls import Tls
+from aiokv.control.told import Told
 from aiokv.errors import CapacityError, ClosedError, LocalProtocolError
 
 __all__ = ["StreamChannel"]
@@ -73,6 +74,7 @@ class StreamChannel:
         self._door: Door | None = None  # None before start
         #: Ports, connections and attempts to connect: what there is to be closed.
         self._members: set[object] = set()
+        self._told = Told()
         self._closed = False
         self._ended = asyncio.Event()
 
@@ -96,7 +98,9 @@ class StreamChannel:
             code = exc.errno or errno.EINVAL
             raise OSError(code, f"can't bind {self._bind}: {os.strerror(code)}") from exc
         host, port = sock.getsockname()[:2]
-        self._door = door = Door(self._memory, self._tls, self._allow, receive, self._members, self._gone)
+        self._door = door = Door(
+            self._memory, self._tls, self._allow, receive, self._members, self._gone, self._told
+        )
         # With a socket, and not serving yet, this waits for nothing: no cancellation leaks the socket.
         self._server = await loop.create_server(door.accept, sock=sock, backlog=_BACKLOG, start_serving=False)
         await self._server.start_serving()
@@ -125,7 +129,7 @@ class StreamChannel:
             raise LocalProtocolError(f"{self._bind}: start the channel before opening ports")
         if len(self._members) >= MAX_MEMBERS:
             raise CapacityError(f"{self._bind}: {len(self._members)} ports and connections are open")
-        return StreamPort(peer, self._memory, self._tls, self._bounds, self._members, self._gone)
+        return StreamPort(peer, self._memory, self._tls, self._bounds, self._members, self._gone, self._told)
 
     async def aclose(self) -> None:
         """Close all ports and give the address back; it is free when this returns.

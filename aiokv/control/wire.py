@@ -9,7 +9,7 @@ from __future__ import annotations
 from aiokv.control.base import MAX_FRAME
 from aiokv.errors import RemoteProtocolError
 
-__all__ = ["GREETING", "greeted", "pack", "take"]
+__all__ = ["GREETING", "greeted", "pack", "spoken", "take"]
 
 #: Tells apart who speaks this protocol, in this version, from whoever else connects.
 GREETING = b"aiokv/1\n"
@@ -29,11 +29,22 @@ def greeted(data: bytearray) -> bool:
         RemoteProtocolError: This is something else.
     """
     if not GREETING.startswith(data[: len(GREETING)]):
-        raise RemoteProtocolError("what connects here speaks something else")
+        raise RemoteProtocolError(f"what is there speaks {spoken(data)}")
     if len(data) < len(GREETING):
         return False
     del data[: len(GREETING)]
     return True
+
+
+def spoken(data: bytes | bytearray) -> str:
+    """What somebody speaks who begins like this, in words."""
+    if GREETING.startswith(data[: len(GREETING)]):
+        return "aiokv's protocol without TLS (stream://)"
+    if data[:1] == b"\xff":
+        return "ZeroMQ (tcp://)"
+    if 0x14 <= data[0] <= 0x17 and data[1:2] in (b"", b"\x03"):  # a record's type, and its version
+        return "TLS (tls://)"
+    return "something else"
 
 
 def take(data: bytearray) -> bytes | None:

@@ -12,6 +12,7 @@ import zmq
 from aiozmq import ZmqProtocol
 
 from aiokv.control.base import MAX_FRAME
+from aiokv.control.told import Told
 
 __all__ = ["ENDPOINT", "Gate", "secure_client", "secure_server"]
 
@@ -22,8 +23,6 @@ ENDPOINT = "inproc://zeromq.zap.01"
 _VERSION = b"1.0"
 #: Milliseconds until who connects must have shown a key that is let in.
 _HANDSHAKE = 2000
-#: Keys whose refusal is logged; of others, which anybody can make up, only debugging tells.
-_MOST_TOLD = 1024
 #: Bytes that CURVE adds to a message, which libzmq counts in.
 _SEALED = 33
 
@@ -37,8 +36,7 @@ class Gate(ZmqProtocol):  # type: ignore[misc]
 
     def __init__(self, allow: frozenset[str]) -> None:
         self._allow = allow
-        #: Keys whose refusal was logged.
-        self._told: set[str] = set()
+        self._told = Told()
         self._transport: Any = None  # aiozmq's; None before it is connected
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401 (aiozmq has no types)
@@ -53,11 +51,12 @@ class Gate(ZmqProtocol):  # type: ignore[misc]
             answer = [b"200", b"", key.encode()]
         else:
             # Once for each key: it comes back, twice a second.
-            level = logging.DEBUG
-            if key not in self._told and len(self._told) < _MOST_TOLD:
-                self._told.add(key)
-                level = logging.INFO
-            _log.log(level, "connection from %s refused: key %s is not allowed", address.decode(), key)
+            _log.log(
+                self._told.level(key, "not allowed"),
+                "connection from %s refused: key %s is not allowed",
+                address.decode(),
+                key,
+            )
             # Not "400", which would end its socket for good, so that it isn't let in even once it is listed.
             answer = [b"300", b"not allowed", b""]
         self._transport.write([asker, empty, _VERSION, request, *answer, b""])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from aiokv.control import accepted
+from aiokv.control import accepted, streamport
 from aiokv.control.base import MAX_FRAME
 from aiokv.control.streams import StreamChannel
 from aiokv.control.tls import Tls
@@ -143,13 +143,29 @@ async def test_a_certificate_that_is_not_listed(caplog):
 async def test_plain_text_to_a_tls_port_and_the_other_way_round(caplog):
     plain, inbox = StreamChannel("stream://127.0.0.1:0"), Inbox()
     at_plain = await plain.start(inbox)
-    async with channels(tls_of("a")) as ((a, at_a, got),):
+    async with contextlib.aclosing(plain), channels(tls_of("a")) as ((a, at_a, got),):
         plain.open(at_a.replace("tls", "stream").partition("#")[0]).send(b"x")
-        await logged(caplog, "TLS: ")
+        # Both sides say why: who is connected to, and who connects.
+        await logged(caplog, "(what is there speaks aiokv's protocol without TLS (stream://))")
+        await logged(caplog, "closed by the other side before it greeted: is it bound to stream://, too?")
         a.open(at_plain.replace("stream", "tls") + "#" + "0" * 64).send(b"x")
-        await logged(caplog, "speaks something else")
+        await logged(caplog, "what is there speaks TLS (tls://)")
+        await logged(caplog, "closed by the other side before it greeted: is it bound to tls://, too?")
         assert got.frames == inbox.frames == []
-    await plain.aclose()
+
+
+@pytest.mark.asyncio
+async def test_who_comes_back_and_is_refused_again_does_not_fill_the_log(caplog, monkeypatch):
+    monkeypatch.setattr(streamport, "_AGAIN_MOST", 0.001)
+    caplog.set_level(logging.DEBUG, "aiokv")
+    async with channels(tls_of("a"), tls_of("stranger")) as ((_, at_a, _), (intruder, _, _)):
+        intruder.open(at_a).send(b"let me in")
+        async with asyncio.timeout(20):
+            while sum("CERTIFICATE_VERIFY" in each.message for each in caplog.records) < 10:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    loud = [each.message for each in caplog.records if each.levelno >= logging.INFO]
+    assert len(loud) == len({text.partition(" cut: ")[2] for text in loud}), loud
+    assert any("CERTIFICATE_VERIFY_FAILED" in text for text in loud)
 
 
 @pytest.mark.asyncio

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from aiokv.control import zap
+from aiokv.control import told, zap
 from aiokv.control.base import MAX_FRAME
 from aiokv.control.keys import Keys
 from aiokv.control.zmq import ZmqChannel
@@ -123,7 +123,7 @@ async def test_with_a_key_that_is_not_listed(caplog):
 
 
 def test_who_makes_up_keys_fills_no_log(caplog, monkeypatch):
-    monkeypatch.setattr(zap, "_MOST_TOLD", 3)
+    monkeypatch.setattr(told, "_MOST", 3)
     gate, answers = zap.Gate(frozenset()), []
     gate.connection_made(SimpleNamespace(write=answers.append))
     for key in range(10):
