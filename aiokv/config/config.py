@@ -17,20 +17,23 @@ once, with the name of the field, and of the file or variable where it stands.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from aiokv.config.fields import BYTES, COUNTS, DURATIONS, READ, TLS, from_text
+from aiokv.control.address import well_formed
 from aiokv.control.keys import Keys
 from aiokv.control.tls import Tls
 from aiokv.device.cache import KVCache
-from aiokv.engine.choices import checked_binding, checked_ports
+from aiokv.engine.access import Names, checked_access, checked_reach
+from aiokv.engine.choices import checked_binding, checked_ports, checked_transports
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.stopwatch import Trace
 from aiokv.proto.settings import SECOND, Settings
@@ -40,9 +43,11 @@ __all__ = ["Config"]
 
 _PREFIX = "AIOKV_"
 _DEFAULT = Settings()
+#: What messages call what an engine is told.
+_FIELDS = Names("keys", "allow", "tls_certificate, tls_key and tls_ca", "insecure = true", "advertise =")
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Everything that an engine is told but for its cache; see ``TransferEngine`` and ``Settings``.
 
     Times are seconds, or text with a unit: ``2``, ``0.5``, ``"500ms"``, ``"2s"``, ``"1min"``. Sizes
@@ -114,6 +119,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         files = [getattr(self, name) for name in TLS]
         if None in files and any(files):
             raise ValueError(f"{', '.join(TLS)} go together")
+        if self.advertise is None and well_formed(self.bind, None, self.bind.partition("://")[0])[0].any_host:
+            checked_reach(
+                self.bind, None, known=bool(self.keys or any(files) or self.insecure), names=_FIELDS
+            )
         _settings(self)
 
     @property
@@ -132,18 +141,30 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         Raises:
             OSError: A file can't be read, or is open to others.
-            ValueError: A file has something else in it, or ``bind`` can be reached from other hosts
-                and nothing says who may.
+            ValueError: A file has something else in it, ``bind`` can be reached from other hosts
+                and nothing says who may, or no transport can serve the cache.
         """
-        allow = Keys.listed(self.allow) if isinstance(self.allow, str) else self.allow
-        certificate, key, ca = self.tls_certificate, self.tls_key, self.tls_ca
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache is a KVCache, not {cache!r}")
+        with self._named("allow"):
+            allow = Keys.listed(self.allow) if isinstance(self.allow, str) else self.allow
+        with self._named("keys"):
+            keys = None if self.keys is None else Keys.load(self.keys)
+        tls = self._tls()
+        with self._named("bind", "keys", "allow"):
+            checked_access(
+                self.bind, keys, allow, tls,
+                insecure=self.insecure, advertise=self.advertise, names=_FIELDS,
+            )  # fmt: skip
+        with self._named("transports"):
+            checked_transports(self.transports, cache.device.kind)
         return TransferEngine(
             cache,
             bind=self.bind,
             advertise=self.advertise,
-            keys=None if self.keys is None else Keys.load(self.keys),
+            keys=keys,
             allow=allow,
-            tls=Tls.load(certificate, key, ca=ca) if certificate and key and ca else None,
+            tls=tls,
             insecure=self.insecure,
             transports=self.transports,
             data_ports=checked_ports(self.data_ports),  # type: ignore[arg-type]
@@ -151,6 +172,33 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             settings=self.settings,
             trace=trace,
         )
+
+    def _tls(self) -> Tls | None:
+        """The certificates, if there are any."""
+        certificate, key, ca = self.tls_certificate, self.tls_key, self.tls_ca
+        if certificate is None or key is None or ca is None:
+            return None
+        try:
+            return Tls.load(certificate, key, ca=ca)
+        except (OSError, ValueError) as error:
+            text = str(error) if error.args[1:] == () else str(error.args[1])
+            with self._named(f"tls_{text.partition(':')[0]}"):
+                raise
+
+    @contextlib.contextmanager
+    def _named(self, *fields: str) -> Iterator[None]:
+        """Errors within name the field, or those of them that the message is about, and where they stand."""
+        try:
+            yield
+        except (OSError, TypeError, ValueError) as error:
+            places = self.__dict__.get("places", {})
+            about = [
+                places[each] for each in fields if each in places and re.search(rf"\b{each}\b", str(error))
+            ]
+            place = ", ".join(about) or places.get(fields[0], fields[0])
+            if isinstance(error, OSError) and error.errno is not None:
+                raise type(error)(error.errno, f"{place}: {error.strerror}", error.filename) from error
+            raise type(error)(f"{place}: {error}") from error
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], base: Config | None = None) -> Config:
@@ -210,8 +258,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             source: What errors call it.
 
         Raises:
+            TypeError: It is no mapping.
             ValueError: A field that there isn't, or that can't be meant.
         """
+        if not isinstance(mapping, Mapping):
+            raise TypeError(f"{source} is a mapping of fields to values, not {mapping!r}")
         return _updated(base or cls(), mapping, lambda field: f"{source}: {field}")
 
 
@@ -223,9 +274,19 @@ def _settings(config: Config) -> Settings:
     try:
         return Settings(**numbers)
     except ValueError as error:
-        # Its names have units, and so have its numbers.
-        text = re.sub(r"\b(\w+)_(?:ns|bytes)\b", r"\1", str(error))
-        raise ValueError(f"{text} (times in ns)" if "_ns" in str(error) else text) from error
+        raise ValueError(_in_seconds(str(error))) from error
+
+
+def _in_seconds(text: str) -> str:
+    """What ``Settings`` says, in the names and units of a ``Config``."""
+    if "_ns" in text:
+        bound = re.compile(r"is an integer of at least (\d), less than 2\*\*62, not")
+        text = bound.sub(
+            lambda m: f"is a time of {'at least' if m[1] == '0' else 'more than'} 0 s, not", text
+        )
+        # Factors of two, and what has its unit already, are none of the numbers.
+        text = re.sub(r"(?<!\* )-?\b\d+\b(?! s)", lambda m: f"{int(m[0]) / SECOND:g} s", text)
+    return re.sub(r"\b(\w+)_(?:ns|bytes)\b", r"\1", text)
 
 
 def _updated(base: Config, values: Mapping[str, Any], where: Callable[[str], str]) -> Config:
@@ -236,6 +297,8 @@ def _updated(base: Config, values: Mapping[str, Any], where: Callable[[str], str
     known = Config.__struct_fields__
     for name, value in values.items():
         if name not in known:
+            if not isinstance(name, str):
+                raise ValueError(f"{where(repr(name))}: there is no such field")
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {where(near[0]).rpartition(' ')[2]}?" if near else ""
             raise ValueError(f"{where(name)}: there is no such field{hint}")
@@ -245,7 +308,13 @@ def _updated(base: Config, values: Mapping[str, Any], where: Callable[[str], str
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where(name)}: {error}") from error
     try:
-        return msgspec.structs.replace(base, **values)
+        made = msgspec.structs.replace(base, **values)
+        # Not a field: it is neither compared nor written, and only errors know it.
+        made.__dict__["places"] = {
+            **base.__dict__.get("places", {}),
+            **{name: where(name) for name in values},
+        }
+        return made
     except (TypeError, ValueError) as error:
         text = str(error)
         named = [name for name in values if re.search(rf"\b{name}\b", text)]

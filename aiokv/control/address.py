@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Address", "bindable", "canonical", "reachable"]
+__all__ = ["Address", "bindable", "canonical", "reachable", "well_formed"]
 
 _LABEL = r"\w(?:[\w-]{0,61}\w)?"
 _SIX = r"\[(?P<six>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]"
@@ -41,8 +41,13 @@ class Address:
             ValueError: It isn't of the form ``scheme://host:port`` or that with a key; IPv6 goes in brackets.
         """
         match = _PATTERN.fullmatch(text)
-        if match is None or match["scheme"] != scheme:
+        if match is None:
             raise ValueError(f"{text!r} is not {scheme}://host:port (an IPv6 host goes in brackets)")
+        if match["scheme"] != scheme:
+            raise ValueError(
+                f"{text!r} is not {scheme}://host:port: this engine is bound to {scheme}://, and both ends "
+                "must use the same"
+            )
         host, port = match["six"] or match["host"], match["port"]
         if port is not None and int(port) > 0xFFFF:
             raise ValueError(f"{text!r}: there is no port {port}")
@@ -122,14 +127,24 @@ def bindable(bind: str, advertise: str | None, scheme: str) -> tuple[Address, Ad
     Raises:
         ValueError: An address is malformed, has a key, or is none that a peer can reach.
     """
+    here, told = well_formed(bind, advertise, scheme)
+    if here.any_host and told is None:
+        raise ValueError(f"{bind!r} is no address that a peer can reach: pass advertise= one that is")
+    return here, told
+
+
+def well_formed(bind: str, advertise: str | None, scheme: str) -> tuple[Address, Address | None]:
+    """The same, also where ``advertise`` is missing.
+
+    Raises:
+        ValueError: An address is malformed, has a key, or is not to be advertised.
+    """
     here = Address.parse(bind, scheme)
     told = None if advertise is None else Address.parse(advertise, scheme)
     if here.port is None:
         raise ValueError(f"{bind!r} has no port; port 0 takes a free one")
     if here.key or (told and told.key):
         raise ValueError(f"{bind!r}: keys= says whose address it is")
-    if here.any_host and told is None:
-        raise ValueError(f"{bind!r} is no address that a peer can reach: pass advertise= one that is")
     if told is not None and told.any_host:
         raise ValueError(f"advertise={advertise!r} is no address that a peer can reach")
     return here, told

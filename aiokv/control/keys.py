@@ -149,7 +149,7 @@ class Keys:
                 belongs into no list. The line is named by its number.
         """
         file = _within(path, _ALLOWED)
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
         if number := _marked(lines, _SECRET_MARK):
             raise ValueError(
                 f"{file}, line {number}: this is a secret key, which stays with its owner; lists have "

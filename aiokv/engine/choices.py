@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import MappingProxyType
 
-from aiokv.control.address import Address, bindable
+from aiokv.control.address import Address, well_formed
 from aiokv.control.base import Channel
 from aiokv.engine.access import Access
 from aiokv.transports.base import Transport
@@ -44,12 +44,15 @@ def checked_binding(bind: str, advertise: str | None) -> None:
 
     Raises:
         TypeError: An address is no string.
-        ValueError: An address is malformed, or none that a peer can reach.
+        ValueError: An address is malformed. Whether peers can reach it is for ``checked_access``.
     """
     for what, address in (("bind", bind), ("advertise", advertise)):
         if not isinstance(address, str) and (address is not None or what == "bind"):
             raise TypeError(f"{what} is an address, tcp://host:port, not {address!r}")
-    bindable(bind, advertise, _scheme(bind))
+    if bind.partition("://")[0] not in _CHANNELS:
+        known = [f"{each}://host:port" for each in _CHANNELS]
+        raise ValueError(f"{bind!r} is not {', '.join(known[:-1])} or {known[-1]}")
+    well_formed(bind, advertise, _scheme(bind))
 
 
 def _scheme(address: str) -> str:
@@ -86,16 +89,16 @@ def channel_at(bind: str, advertise: str | None, access: Access = _ANYBODY) -> C
     return ZmqChannel(bind, advertise=advertise, keys=access.keys, allow=access.allow or ())
 
 
-def checked_transports(wanted: Sequence[str | Transport] | None, kind: str = "host") -> list[str | Transport]:
+def checked_transports(wanted: Sequence[str | Transport] | None, kind: str = "") -> list[str | Transport]:
     """Names of transports, and transports that the caller made; by default all there are.
 
     Args:
         wanted: The transports.
-        kind: Of device memory, that the defaults are for.
+        kind: Of device memory that they are for; empty where that isn't known yet.
 
     Raises:
         TypeError: It is no list, or not of names and transports.
-        ValueError: It is empty, has one twice, or one that there isn't.
+        ValueError: It is empty, has one twice, one that there isn't, or none for such memory.
     """
     if wanted is None:
         return list(CUDA_TRANSPORTS if kind == "cuda" else TRANSPORTS)
@@ -109,6 +112,10 @@ def checked_transports(wanted: Sequence[str | Transport] | None, kind: str = "ho
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"transports must name each once, not {name!r} {names.count(name)} times")
+    fitting = {"host": TRANSPORTS, "cuda": CUDA_TRANSPORTS}.get(kind, _NAMES)
+    if all(isinstance(each, str) and each not in fitting for each in wanted):
+        where = "on a GPU" if kind == "cuda" else "in host memory"
+        raise ValueError(f"transports {names} can't serve a cache {where}; {', '.join(fitting)} can")
     return list(wanted)
 
 

@@ -138,7 +138,7 @@ class TransferEngine:
             raise TypeError(f"trace is a recorder (see aiokv.tracing), not {trace!r}")
         if channel is None:
             checked_binding(bind, advertise)
-            self._access = checked_access(bind, keys, allow, tls, insecure=insecure)
+            self._access = checked_access(bind, keys, allow, tls, insecure=insecure, advertise=advertise)
         self.cache = cache
         self._settings = settings or Settings()
         self._clock = clock

@@ -127,10 +127,20 @@ def test_the_environment_is_read_only_when_asked_for_and_never_changed(
         ),
         ("liveness", "-5s", ValueError, "liveness is a number with a unit"),
         ("liveness", float("inf"), ValueError, "liveness is a time that ends"),
-        ("liveness", -1.0, ValueError, "liveness is an integer of at least 1"),
+        ("liveness", -1.0, ValueError, "liveness is a time of more than 0 s, not -1 s"),
         ("liveness", True, TypeError, "liveness is a time in seconds"),
         ("liveness", None, TypeError, "liveness is a time in seconds"),
-        ("liveness", 1, ValueError, "liveness=1000000000 is less than three heartbeats"),
+        ("liveness", 1, ValueError, "liveness=1 s is less than three heartbeats of 0.5 s"),
+        ("heartbeat", "1s", ValueError, "heartbeat * 2 <= lease < drain, not 1 s * 2 <= 1.5 s < 2 s"),
+        ("close", -0.5, ValueError, "close is a time of at least 0 s, not -0.5 s"),
+        (
+            "bind",
+            "tcp://*:0",
+            ValueError,
+            "can be reached from other hosts, where anybody could use this engine: pass keys and allow",
+        ),
+        ("bind", "tcp://*:0", ValueError, "pass advertise = one that is"),
+        ("bind", "http://a:1", ValueError, "tcp://host:port, stream://host:port or tls://host:port"),
         ("window", "64M", ValueError, "window is a number with a unit of B, KiB, MiB, GiB, kB, MB, GB"),
         ("window", "0.3B", ValueError, "window is a whole number of bytes"),
         ("window", 1.5, TypeError, "window is an integer"),
@@ -209,6 +219,54 @@ def test_errors_name_the_file(text: str, message: str, tmp_path: Path) -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Config.from_toml(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize("mapping", [None, [], "bind", 5])
+def test_what_is_no_mapping(mapping: Any) -> None:
+    with pytest.raises(TypeError, match="^options is a mapping of fields to values, not "):
+        Config.from_mapping(mapping, source="options")
+
+
+def test_names_that_are_no_strings() -> None:
+    with pytest.raises(ValueError, match="^config: 1: there is no such field"):
+        Config.from_mapping({1: 2})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"keys": "{}/none"}, OSError, "{source}: keys: No such file or directory: '{}/none'"),
+        ({"keys": "{}/aiokv.pub"}, ValueError, "{source}: keys: {}/aiokv.pub: this is a public key"),
+        ({"keys": "{}", "allow": "{}"}, OSError, "{source}: allow: No such file or directory: '{}/allowed'"),
+        ({"keys": "{}"}, ValueError, "{source}: keys: keys is this engine's own, allow lists those"),
+        ({"bind": "tls://127.0.0.1:0"}, ValueError,
+         "{source}: bind: bind 'tls://127.0.0.1:0': pass tls_certificate, tls_key and tls_ca"),
+        ({"bind": "tcp://192.0.2.1:0"}, ValueError, "insecure = true on a network"),
+        (
+            {"bind": "tls://127.0.0.1:0", "tls_certificate": "{}/a", "tls_key": "{}/b", "tls_ca": "{}/c"},
+            OSError,
+            "{source}: tls_certificate: certificate: No such file or directory: '{}/a'",
+        ),
+        ({"transports": ["nccl", "cuda_ipc"]}, ValueError,
+         "{source}: transports: transports ['nccl', 'cuda_ipc'] can't serve a cache in host memory"),
+    ],
+)  # fmt: skip
+def test_what_the_engine_finds_is_told_with_the_field_and_where_it_stands(
+    fields: dict[str, Any], kind: type[Exception], text: str, tmp_path: Path
+) -> None:
+    Keys.generate().save(tmp_path)
+    (tmp_path / "e.toml").write_text(toml_of(fields).replace("{}", str(tmp_path)))
+    config = Config.from_env({"AIOKV_PEERS": "3"}, base=Config.from_toml(tmp_path / "e.toml"))
+    with aiokv.KVCache.allocate(LAYOUT) as cache, pytest.raises(kind) as raised:
+        config.engine(cache)
+    expected = text.replace("{source}", str(tmp_path / "e.toml")).replace("{}", str(tmp_path))
+    assert expected in str(raised.value)
+
+
+def test_where_fields_stand_is_neither_compared_nor_written() -> None:
+    assert Config.from_mapping({"peers": 3}) == Config(peers=3)
+    assert msgspec.json.encode(Config.from_mapping({"peers": 3})) == msgspec.json.encode(Config(peers=3))
+    assert "places" not in repr(Config.from_mapping({"peers": 3}))
 
 
 def test_what_msgspec_reads_has_no_other_fields() -> None:

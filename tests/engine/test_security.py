@@ -291,6 +291,10 @@ def test_certificates_open_a_port_to_other_hosts_if_they_are_asked_for() -> None
     [
         ({"keys": A}, ValueError, "one needs the other"),
         ({"allow": [A.public]}, ValueError, "one needs the other"),
+        ({"keys": A, "allow": [A.secret]}, ValueError, "allow= lists this engine's secret key"),
+        ({"bind": "tcp://*:0"}, ValueError, "from other hosts.*keygen.*; and it is no address.*advertise="),
+        ({"bind": "tcp://*:0", "insecure": True}, ValueError, "is no address.*advertise="),
+        ({"transports": ["nccl"]}, ValueError, "can't serve a cache in host memory"),
         ({"keys": A, "allow": []}, ValueError, "one needs the other"),
         ({"keys": A, "allow": ["nobody"]}, ValueError, "64 hexadecimal digits"),
         ({"keys": A, "allow": A.public}, TypeError, "allow is a list of keys"),
