@@ -19,6 +19,7 @@ import argparse
 import heapq
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -273,8 +274,14 @@ def merge(paths: Iterable[str | os.PathLike[str]], into: str | os.PathLike[str])
 
     Raises:
         OSError: A file can't be read or written.
-        ValueError: A file is none of a recorder's; the message names it.
+        ValueError: A file is none of a recorder's, or is given twice; the message names it.
     """
+    paths = list(paths)
+    seen: set[Path] = set()
+    for path in paths:
+        if (real := Path(path).resolve()) in seen:
+            raise ValueError(f"{os.fspath(path)} is given twice: its events would be doubled")
+        seen.add(real)
     events: list[dict[str, Any]] = []
     clocks: list[_Clock] = []
     dropped = processes = 0
@@ -307,7 +314,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         merge(given.files, given.into)
     except (OSError, ValueError) as error:
-        parser.error(str(error))
+        sys.stderr.write(f"failed: {error}\n")
+        return 1
     return 0
 
 

@@ -172,9 +172,12 @@ def test_at_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     files = [str(tmp_path / name) for name in ("a.json", "b.json")]
     assert main([*files, "--into", str(tmp_path / "both.json")]) == 0
     assert events_of(tmp_path / "both.json") == []
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "none.json"), "--into", str(tmp_path / "both.json")])
-    assert "none.json" in capsys.readouterr().err
+    assert main([str(tmp_path / "none.json"), "--into", str(tmp_path / "both.json")]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("failed: [Errno 2] No such file or directory: ")
+    assert "none.json" in said
+    assert main([*files, files[0], "--into", str(tmp_path / "both.json")]) == 1
+    assert f"{files[0]} is given twice" in capsys.readouterr().err
 
 
 @pytest.mark.asyncio

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
@@ -26,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = names(given.device)
     if given.name not in (*known, "all"):
         parser.error(f"{given.name} has no --device {given.device}; {', '.join(known)} have")
+    for option, path in (("--json", given.json), ("--plot", given.plot)):
+        if path is not None and not _writable(Path(path)):
+            parser.error(f"{option} {path} can't be written")
     wanted = known if given.name == "all" else [given.name]
     try:
         from rich.console import Console
@@ -59,6 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+def _writable(file: Path) -> bool:
+    """Whether the file can be written, as far as can be seen beforehand; measuring takes minutes."""
+    if file.exists():
+        return not file.is_dir() and os.access(file, os.W_OK)
+    return file.parent.is_dir() and os.access(file.parent, os.W_OK)
+
+
 def _measured(benchmark: Benchmark, report: Report, options: Options) -> bool:
     """Run one benchmark; False if it failed."""
     report.begin(benchmark.name, benchmark.goals)
@@ -81,7 +92,7 @@ def _measured(benchmark: Benchmark, report: Report, options: Options) -> bool:
 def _parser() -> argparse.ArgumentParser:
     known = names()
     parser = argparse.ArgumentParser(
-        prog="python -m aiokv.bench",
+        prog="python -m aiokv bench",
         description="Measures aiokv beside what it is compared with; shows tables, writes JSON or a plot.",
     )
     parser.add_argument("name", choices=[*known, "all"], help="what to measure; all: what this machine can")

@@ -348,7 +348,9 @@ class Session:
             stood_still = now > self._greet_again + pause
             if now >= self._contact_by and not stood_still:
                 waited = self._settings.contact_ns / 1e9
-                self.end(PeerLostError(f"no answer from {self.address} within {waited:g} s"))
+                # Both ways have to work, and which one doesn't can often be seen by the address.
+                told = f"it was told to answer to {self.me.hello.address}"
+                self.end(PeerLostError(f"no answer from {self.address} within {waited:g} s; {told}"))
             elif now >= self._greet_again:
                 # We may not even have said HELLO before we stood still; it gets its time to be answered.
                 self.greet()

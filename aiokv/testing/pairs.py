@@ -282,6 +282,7 @@ async def transfer(
 
     Raises:
         AssertionError: Other bytes arrived, or bytes elsewhere changed.
+        AiokvError: The transfer failed, by the error of the side that failed first.
     """
     rest = [block for block in range(consumer.cache.layout.groups[0].blocks) if block not in target]
     before = kv_of(consumer.cache, rest)
@@ -294,9 +295,12 @@ async def transfer(
         async with consumer.fetch(tid, target, sources=None if push else [address or producer.address]):
             pass
 
-    async with asyncio.TaskGroup() as group:
-        group.create_task(produce())
-        group.create_task(consume())
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(produce())
+            group.create_task(consume())
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
     assert np.array_equal(kv_of(producer.cache, source), kv_of(consumer.cache, target))
     assert not others or np.array_equal(kv_of(consumer.cache, rest), before)
 

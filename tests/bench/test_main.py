@@ -71,3 +71,18 @@ def test_one_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(found["ratios"]) == ["good.figure"]
     assert found["absent"]["gpu.figure"] == "no GPU"
     assert "no such thing" in found["absent"]["bad.figure"]
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from aiokv.bench import __main__ as program
+
+    monkeypatch.setattr(program, "load", lambda *_: pytest.fail("something is measured"))
+    for file in (tmp_path / "none" / "found.svg", tmp_path):
+        with pytest.raises(SystemExit):
+            main(["transfer", option, str(file)])
+        said = capsys.readouterr().err
+        assert f"{option} {file} can't be written" in said
+        assert said.startswith("usage: python -m aiokv bench ")

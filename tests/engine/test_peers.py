@@ -109,7 +109,8 @@ async def test_nobody_there_is_an_error_that_says_so() -> None:
         a, b = await engines.add("a"), await engines.add("b")
         error = await failure(a.fetch("t", [1], sources=["memory://nobody"]))
         assert isinstance(error, PeerLostError)
-        assert str(error) == "transfer 't': no answer from memory://nobody within 2 s"
+        told = f"it was told to answer to {a.address}"
+        assert str(error) == f"transfer 't': no answer from memory://nobody within 2 s; {told}"
         await transfer(a, b, "good")
         check_idle(a, b)
 

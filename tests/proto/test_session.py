@@ -351,7 +351,9 @@ def test_a_greeting_is_said_again_until_the_time_for_contact_is_over() -> None:
         said += len(alice.take_frames())
     assert said == 3
     assert isinstance(alice.error, PeerLostError)
-    assert str(alice.error) == "no answer from memory://bob within 2 s"
+    assert (
+        str(alice.error) == "no answer from memory://bob within 2 s; it was told to answer to memory://alice"
+    )
     assert alice.next_timer() is None
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from aiokv.device.mocked import MockedDevice
+from aiokv.errors import InvalidBlocks
 from aiokv.proto.layout import CacheLayout
 from aiokv.testing.pairs import (
     LAYOUT,
@@ -30,6 +31,13 @@ async def test_a_pair_is_there_at_once_and_moves_both_ways() -> None:
         assert (a.address, b.address) == ("memory://a", "memory://b")
         await transfer(a, b, "pull")
         await transfer(b, a, "push", push=True)
+
+
+@pytest.mark.asyncio
+async def test_a_transfer_that_fails_raises_its_own_error() -> None:
+    async with connected_pair() as (a, b):
+        with pytest.raises(InvalidBlocks):
+            await transfer(a, b, "t", source=[LAYOUT.groups[0].blocks])
 
 
 @pytest.mark.asyncio
