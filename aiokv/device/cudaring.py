@@ -25,8 +25,10 @@ class Ring:
         self.nbytes = nbytes
         #: Bytes handed out so far, and skipped where a range would have gone across the end.
         self._taken = 0
-        #: What is in use, oldest first: the bytes handed out before it, and the event of its last use.
-        self._used: deque[tuple[int, CudaEvent]] = deque()
+        #: Where the range taken last begins, in the same count.
+        self._start = 0
+        #: What may be in use, oldest first: from where to where in that count, and the event of its last use.
+        self._used: deque[tuple[int, int, CudaEvent]] = deque()
 
     def take(self, nbytes: int, stream: CudaStream) -> int:
         """Offset of so many bytes, which ``stream`` may write from now on; to be followed by ``used``.
@@ -34,15 +36,22 @@ class Ring:
         Raises:
             DeviceError: What used them failed.
         """
-        start = self._taken
+        start = first = self._taken
         if start % self.nbytes + nbytes > self.nbytes:
             start += self.nbytes - start % self.nbytes
-        self._taken = start
-        while self._used and self._used[0][0] + self.nbytes < start + nbytes:
-            stream.follow(self._used.popleft()[1])
+        # An old range is of interest until all of it went to others: each of them follows its event.
+        while self._used and self._used[0][1] + self.nbytes <= first:
+            self._used.popleft()
+        # What is skipped goes along with this range, so that it is handed on, too.
+        for begin, _, event in self._used:
+            if begin + self.nbytes >= start + nbytes:
+                break
+            stream.follow(event)
+        self._start = start
         return start % self.nbytes
 
     def used(self, nbytes: int, event: CudaEvent) -> None:
         """The range taken last, of so many bytes, is free when ``event`` is done."""
-        self._used.append((self._taken, event))
-        self._taken += -(-nbytes // _ALIGN) * _ALIGN
+        end = self._start + -(-nbytes // _ALIGN) * _ALIGN
+        self._used.append((self._taken, end, event))
+        self._taken = end
