@@ -325,8 +325,10 @@ class Mover:
             # The device is well, the link is gone: this may come before its session hears of that.
             error = PeerLostError(f"{part}: {error.__cause__}")
         if isinstance(error, DeviceError) and movement.stream in self._streams:
-            # What comes after a failure on a stream fails, too; so no other part gets this one.
-            self._streams[self._streams.index(movement.stream)] = self._cache.device.stream()
+            # What comes after a failure on a stream fails, too; so no other part gets this one. On a device
+            # that is lost there is no better one, and the part has to end all the same.
+            with suppress(DeviceError):
+                self._streams[self._streams.index(movement.stream)] = self._cache.device.stream()
         if movement.stopped:
             if not movement.in_flight:
                 self._table.ledger.quiet(part)

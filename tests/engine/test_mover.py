@@ -374,6 +374,25 @@ def test_a_copy_that_fails_fails_its_part_and_the_stream_is_not_used_again() -> 
     assert broken not in [order for _, order, _ in bench.poller.watched]
 
 
+def test_on_a_lost_device_what_was_in_flight_ends_though_there_is_no_other_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    part = bench.begin(ready=(0,))
+    bench.submit()
+
+    def lost() -> None:
+        raise DeviceError("the device is lost")
+
+    monkeypatch.setattr(bench.device, "stream", lost)
+    bench.poller.deliver(DeviceError("broken"), count=1)
+    assert str(part.life.error) == "broken"
+    bench.mover.stop(part, bench.link)
+    bench.poller.deliver(DeviceError("broken"))
+    assert part.ended
+    assert bench.mover.in_flight == 0
+
+
 def test_what_is_stopped_is_quiet_when_nothing_is_in_flight() -> None:
     bench = Bench()
     part = bench.begin()
