@@ -69,7 +69,7 @@ class Course:
 
 
 class FetchCourse(Course):
-    """The course of a fetch, whose caller's stream is told what lands.
+    """The course of a fetch, whose caller's stream may be ordered after what lands.
 
     Args:
         transfer: The table's record.
@@ -79,17 +79,36 @@ class FetchCourse(Course):
     def __init__(self, transfer: Transfer, stream: Stream) -> None:
         super().__init__(transfer)
         self.stream = stream
-        self._enqueued: dict[Part, int] = {}
+        #: What covers the copies of each layer of a part that are all enqueued.
+        self._enqueued: dict[Part, dict[int, Event]] = {}
 
     def submitted(self, part: Part, layer: int, event: Event) -> None:
         """The last copy of a layer of a part was enqueued, with the event that covers it."""
-        self.stream.wait(event)
-        self._enqueued[part] = self._enqueued.get(part, 0) | 1 << layer
+        # The stream isn't the fetch's alone: it waits for no more than what its owner asks for.
+        self._enqueued.setdefault(part, {})[layer] = event
         self.changed()
 
-    def ordered(self, everything: int) -> int:
-        """The layers, as a bit mask, whose copies are ordered before what the stream gets next."""
+    def ordered(self, layer: int) -> bool:
+        """Whether a layer has landed, or can be waited for on the stream, from all sources."""
+        return all(
+            self._there(part, layer) or layer in self._enqueued.get(part, ()) for part in self.transfer.parts
+        )
+
+    def order(self, layer: int) -> None:
+        """What the stream gets next comes after the copies of a layer that is ``ordered``.
+
+        Raises:
+            DeviceError: They failed, or the device did.
+        """
         for part in self.transfer.parts:
-            if part.state is not State.LANDED:
-                everything &= part.landed | self._enqueued.get(part, 0)
-        return everything
+            if not self._there(part, layer):  # what the host knows to be there comes before all it enqueues
+                self.stream.wait(self._enqueued[part][layer])
+
+    def end(self) -> None:
+        """The blocks are the caller's again."""
+        self._enqueued.clear()
+        super().end()
+
+    @staticmethod
+    def _there(part: Part, layer: int) -> bool:
+        return part.state is State.LANDED or bool(part.landed >> layer & 1)

@@ -49,7 +49,7 @@ class Mover:
         settings: Sizes.
         wake: Asks for another turn.
         moved: Told of each chunk that completed: its part, layer and bytes, and whether its layer is through.
-        submitted: Told when all of a layer of a part was submitted, with the event that covers it.
+        submitted: Told when all of a layer of a fetch's part was submitted, with the event that covers it.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ class Mover:
         counted = 0 if held_up else chunk.nbytes // movement.link.pace
         self._scheduler.finished(chunk.nbytes - counted)
         movement.unsubmitted[chunk.layer] -= chunk.nbytes
-        if not movement.unsubmitted[chunk.layer]:
+        if part.role == "consumer" and not movement.unsubmitted[chunk.layer]:
             # The stream is in order: this covers the layer. A link's own event may stand for more than the
             # device's (is the producer still there?), and then it is none that a stream can wait for. Where
             # the device fails, whoever watches that event hears of it, and nobody counts on the order.

@@ -100,13 +100,14 @@ class Fetch(Handle):
             LocalProtocolError: It was not begun.
             AiokvError: The transfer failed before.
         """
-        await self._until(layer, self._layers)
+        await self._until(layer, self._landed)
 
     async def layer_ordered(self, layer: int) -> None:
         """Wait until a layer's copies are ordered before what ``stream`` (of the fetch) gets next.
 
-        Returns earlier than ``layer``, since the copies need not have completed. What is computed on
-        the layer may be trusted only once the transfer has ended well.
+        Returns earlier than ``layer``, since the copies need not have completed: the stream waits for
+        them from here on. What is computed on the layer may be trusted only once the transfer has
+        ended well.
 
         Raises:
             TypeError: The layer is no integer.
@@ -114,16 +115,17 @@ class Fetch(Handle):
             LocalProtocolError: It was not begun.
             AiokvError: The transfer failed before.
         """
-        await self._until(layer, self._ordered)
+        await self._until(layer, self._course.ordered)
+        self._course.order(layer)
 
-    async def _until(self, layer: int, reached: Callable[[], int]) -> None:
+    async def _until(self, layer: int, reached: Callable[[int], bool]) -> None:
         layer = layer_index(layer, self._core.layout.layers)
         if not self._begun:
             raise LocalProtocolError(f"transfer {self._transfer} was not begun")
         while True:
             if self._transfer.error is not None:
                 self._raise()
-            if reached() >> layer & 1:
+            if reached(layer):
                 return
             await self._course.bell.wait()
 
@@ -158,5 +160,5 @@ class Fetch(Handle):
                 landed &= part.landed
         return landed
 
-    def _ordered(self) -> int:
-        return self._course.ordered((1 << self._core.layout.layers) - 1)
+    def _landed(self, layer: int) -> bool:
+        return bool(self._layers() >> layer & 1)

@@ -69,13 +69,20 @@ def test_what_nobody_saw_is_logged(course, text: str, caplog: pytest.LogCaptureF
     assert caplog.messages == [text]
 
 
-def test_layers_are_ordered_once_all_parts_are() -> None:
+def test_layers_are_ordered_once_all_parts_are_and_only_for_who_asks() -> None:
     device = MockedDevice()
     stream, side = device.stream(), device.stream()
     fetching = Fetching(**FETCHED)
     fetching.parts = [Part(transfer=fetching, role="consumer") for _ in range(2)]
     course = FetchCourse(fetching, stream)
     course.submitted(fetching.parts[0], 1, side.record())
-    assert course.ordered(0b11) == 0
+    assert not course.ordered(1)
     fetching.parts[1].landed = 0b10
-    assert course.ordered(0b11) == 0b10
+    assert course.ordered(1)
+    assert not course.ordered(0)
+    assert not stream.queued
+    course.order(1)
+    assert stream.queued == 1  # what has landed needs no waiting
+    fetching.parts[0].landed = 0b10
+    course.order(1)
+    assert stream.queued == 1

@@ -519,6 +519,8 @@ def test_what_is_sent_comes_in_larger_chunks_than_what_is_read() -> None:
     assert len(sending.submit()) == 1
     assert len(reading.submit()) == 4
     assert [chunk.nbytes for chunk, _ in sending.link.submitted] == [LAYER]
+    assert reading.covered == [0]
+    assert sending.covered == []  # nobody at a producer waits for it
 
 
 def test_a_producer_that_sends_is_quiet_when_its_memory_is_read_no_more() -> None:

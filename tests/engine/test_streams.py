@@ -188,6 +188,33 @@ async def test_what_is_enqueued_after_a_layer_is_ordered_sees_it_before_it_is_th
 
 
 @virtual_time
+async def test_what_others_enqueue_on_the_stream_does_not_wait_for_a_fetch() -> None:
+    async with ranks(steps=False) as (a, b):
+        fetch, offer = (
+            b.engine.fetch("t", [5], sources=[a.engine.address], stream=b.stream),
+            a.engine.offer("t", [3]),
+        )
+        fetch.start()
+        offer.start()
+        b.device.run()
+        for layer in range(LAYERS):
+            offer.layer_ready(layer, stream=a.stream)
+        a.device.run()
+        await settle(a.engine, b.engine)
+        assert b.engine.statistics().in_flight
+        assert not b.stream.queued
+        await fetch.layer_ordered(2)
+        assert b.stream.queued
+        while not fetch.done():
+            b.device.run()
+            await asyncio.sleep(0.01)
+        await fetch.layer(2)
+        assert not b.stream.queued
+        await offer.wait()
+        assert hazards(a, b) == []
+
+
+@virtual_time
 async def test_without_waiting_for_the_order_a_reader_is_found() -> None:
     async with ranks(steps=False) as (a, b):
         fetch, offer = (
