@@ -99,10 +99,10 @@ class NcclSender(NcclEnd[_Chunk]):
         self._waiting -= self._unready.pop(sent, 0)
         if sent.failure is None and error is not None:
             sent.fail(error)
-        if sent.failure is not None:
-            return
-        self._ready.extend(units)
-        self._pump()
+        if sent.failure is None:
+            self._ready.extend(units)
+            self._pump()
+        self._quiet()  # it may have been all that a communicator was kept for
         self._tell_writable()
 
     @property
@@ -140,7 +140,7 @@ class NcclSender(NcclEnd[_Chunk]):
             try:
                 where = self._where(unit)
             except DeviceError as error:
-                self._ready.popleft().sent.fail(error)
+                self._drop(unit.sent, error)
                 continue
             if where is None:
                 break
@@ -161,6 +161,11 @@ class NcclSender(NcclEnd[_Chunk]):
         self._line.say(*said)
         self._fly(units, sum(unit.chunk.nbytes for unit in units))
         self._pump()
+
+    def _drop(self, sent: Sent, error: DeviceError) -> None:
+        """Not all of it can be sent: post nothing more of it, whose memory may soon be somebody else's."""
+        sent.fail(error)
+        self._ready = deque(unit for unit in self._ready if unit.sent is not sent)
 
     def _where(self, unit: _Chunk) -> list[tuple[int, int]] | None:
         """The ranges to send a chunk from, gathered first where it lies in small runs; None: not now.
@@ -217,6 +222,7 @@ class NcclSender(NcclEnd[_Chunk]):
         self._waking = False
         self._pump()
         self._quiet()
+        self._tell_writable()
 
     def _heard(self, said: Sequence[Said]) -> None:
         for each in said:

@@ -389,6 +389,79 @@ async def test_more_is_not_committed_than_the_consumer_has_memory_for(seed: int)
 
 
 @pytest.mark.asyncio
+async def test_nothing_more_is_posted_of_a_chunk_that_failed(seed: int) -> None:
+    async with NcclKit(seed, staging=1) as kit:
+        path = await kit.path()
+        await until(lambda: path.producer_end._credits)
+        kit.fake.stalled = True
+        part = path.part(kit, 1, tokens=32)
+        part.expect()
+        chunk = part.chunks(1 << 20)[0]
+        piece = part.plan.copies(chunk.layer)[chunk.copy].section.piece_bytes
+        path.producer_end._longest = piece
+        assert chunk.nbytes >= 4 * piece
+        gathered, where = [], path.producer_end._where
+
+        def failing(unit):
+            gathered.append(unit.chunk)
+            if len(gathered) == 2:
+                raise DeviceError("made to fail")
+            return where(unit)
+
+        path.producer_end._where = failing
+        stream = path.producer.cache.device.stream()
+        send = partial(path.producer_end.send, part.id, part.plan, src=path.producer.cache.buffers)
+        event = send(chunk, stream=stream)
+        await until(lambda: gathered)
+        assert len(gathered) == 1 and not event.done()
+        assert not path.producer_end.writable
+        bell = asyncio.Event()
+        path.producer_end.on_writable(bell.set)
+        kit.fake.stalled = False
+        await bell.wait()
+        await until(lambda: path.producer_end._credits == path.producer_end._granted)
+        assert len(gathered) == 2 and not path.producer_end._ready
+        with pytest.raises(DeviceError) as caught:
+            event.done()
+        assert "made to fail" in str(caught.value.__cause__)
+        await part.until(gathered[0].nbytes)
+        path.end.forget(part.id)
+        path.producer_end._longest = 1 << 20
+        await arrives(kit, path, 2, tokens=4)
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_failed_blocks_nobody(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        part = path.part(kit, 1)
+        gate = [False]
+
+        class Failing:
+            def record(self) -> Failing:
+                return self
+
+            def done(self) -> bool:
+                if gate[0]:
+                    raise DeviceError("made to fail")
+                return False
+
+        stream = Failing()
+        send = partial(path.producer_end.send, part.id, part.plan, src=path.producer.cache.buffers)
+        events = [send(chunk, stream=stream) for chunk in part.chunks(1024)]
+        assert not path.producer_end.writable
+        bell = asyncio.Event()
+        path.producer_end.on_writable(bell.set)
+        gate[0] = True
+        async with asyncio.timeout(20):
+            await bell.wait()
+        await until(lambda: not path.producer_end._unready)
+        for event in events:
+            with pytest.raises(DeviceError):
+                event.done()
+
+
+@pytest.mark.asyncio
 async def test_bytes_that_are_not_there_yet_hold_up_nobody(seed: int) -> None:
     async with NcclKit(seed) as kit:
         path = await kit.path()
