@@ -159,11 +159,11 @@ class CudaIpcTransport(LocalTransport):
         there.check(peer)
         own, gpu = self._is_own(sock), cast(_Gpu, cache.device)
         wanted = [Wanted(peer.incarnation, *each, own) for each in there.allocations]
-        if self._driver is None or self._mappings is None:
+        if self._mappings is None:
             raise ClosedError("this cuda_ipc transport is not started")
         mapped = await self._mappings.acquire(wanted)
         try:
-            await _prove(self._driver, mapped[0], there.nonce)
+            await _prove(self._mappings, mapped[0], there.nonce)
             self._opened()
             theirs = [
                 gpu.register(mapped[number].base + offset, nbytes, mapped[number])
@@ -258,15 +258,14 @@ def _held(process: int) -> int:
         return -1
 
 
-async def _prove(driver: IpcDriver, mapped: Mapped, nonce: bytes) -> None:
+async def _prove(mappings: Mappings, mapped: Mapped, nonce: bytes) -> None:
     """Read the nonce through the path.
 
     Raises:
         PeerLostError: It can't be read, or is another one.
     """
-    reading = off_loop(partial(driver.read, mapped.base, _NONCE), "aiokv-cuda-ipc")
     try:
-        found = await reading
+        found = await mappings.read(mapped, _NONCE)
     except DeviceError as error:
         raise PeerLostError(f"its GPU memory can't be read from here: {error}") from error
     if not hmac.compare_digest(found, nonce):

@@ -96,6 +96,18 @@ class Mappings:
             raise
         return found
 
+    async def read(self, mapped: Mapped, nbytes: int) -> bytes:
+        """Its first bytes. It stays mapped until its thread has read them, whoever waits for that.
+
+        Raises:
+            DeviceError: They can't be read.
+        """
+        reading = off_loop(partial(self._driver.read, mapped.base, nbytes), "aiokv-cuda-ipc")
+        mapped.users += 1
+        reading.add_done_callback(lambda _: self.release((mapped,)))
+        self._keep(reading)
+        return await asyncio.shield(reading)
+
     def release(self, mapped: Sequence[Mapped]) -> None:
         """Let go; what nobody uses any more is unmapped. Nothing may be reading it."""
         unused = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -104,6 +105,36 @@ async def test_a_connect_that_is_cancelled_keeps_nothing_mapped(turns: int, seed
         connecting.cancel()
         await asyncio.gather(connecting, return_exceptions=True)
         await consumer.transport.aclose()
+        assert sorted(kit.driver.closed) == sorted(kit.driver.opened)
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_unmapped_while_a_cancelled_connect_reads_it(seed: int) -> None:
+    reads, may, unmapped = threading.Event(), threading.Event(), []
+    async with IpcKit(seed) as kit:
+        read = kit.driver.read
+
+        def slow(address: int, nbytes: int) -> bytes:
+            reads.set()
+            may.wait(20)
+            unmapped.append(address in kit.driver.closed)
+            return read(address, nbytes)
+
+        kit.driver.read = slow
+        producer, consumer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
+        connecting = asyncio.ensure_future(
+            consumer.transport.connect(producer.transport.describe(), producer.info)
+        )
+        await asyncio.to_thread(reads.wait, 20)
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        closing = asyncio.ensure_future(consumer.transport.aclose())
+        await asyncio.sleep(0.02)
+        assert not closing.done()
+        may.set()
+        await closing
+        assert unmapped == [False]
         assert sorted(kit.driver.closed) == sorted(kit.driver.opened)
 
 
