@@ -89,5 +89,6 @@ class Device(Protocol):
         keeps the buffers alive until an event recorded afterwards is done.
 
         Raises:
-            DeviceError: It could not be submitted; nothing was enqueued.
+            DeviceError: It could not be submitted, or not all of it: what was is over when an event
+                recorded afterwards is done.
         """

@@ -194,7 +194,8 @@ class CudaDevice:
     ) -> None:
         """Enqueue the copy of one chunk between memory of GPUs and pinned memory, in any combination.
 
-        The caller keeps the buffers until an event recorded afterwards is done.
+        The caller keeps the buffers until an event recorded afterwards is done, also after an error:
+        a part may have been enqueued before it. So it is with ``gather`` and ``scatter``.
 
         Raises:
             DeviceError: Chunk, buffers or stream don't fit, or the device failed.

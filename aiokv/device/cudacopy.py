@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 
 import numpy as np
@@ -133,7 +134,8 @@ class CopyEngine:
             path: The way; None: the cheapest.
 
         Raises:
-            DeviceError: It could not be submitted.
+            DeviceError: It could not be submitted, or not all of it: what was is over when an event
+                recorded afterwards on ``stream`` is done.
         """
         path = path or self._chosen(move, stream)
         with self._context.current():
@@ -227,6 +229,11 @@ class CopyEngine:
                 stream.follow(ahead.record())
                 last = stream
                 self._half(Move(move.copy, lo, hi, staging, move.dst.later(past), move.fragments), stream)
+            except DeviceError:
+                # What was enqueued ahead is over, too, when ``stream`` is through.
+                with suppress(DeviceError):
+                    stream.follow(ahead.record())
+                raise
             finally:
                 self._ring.used(nbytes, last.record())
 

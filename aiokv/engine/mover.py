@@ -34,7 +34,7 @@ _SENT_AS_ONE = 4
 #: A rate that no link of a GPU with pace 1 exceeds, in bytes a nanosecond. The poller corrects what is too
 #: short by what it sees; what is too long would cost the first transfers their time.
 _RATE = 100
-#: Stands for what was in flight to a part that was stopped.
+#: Stands for what is in flight of a part that failed or was stopped.
 _NOTHING = Chunk(0, 0, 0, 0, 0)
 
 
@@ -275,7 +275,10 @@ class Mover:
             event = movement.submit(chunk, self._cache.buffers)
         except AiokvError as error:
             self._scheduler.finished(chunk.nbytes)
+            self._scheduler.drop(part)
             self._table.fail(part, error)
+            if isinstance(error, DeviceError):
+                self._watch_rest(movement)
             return
         # What waits for its caller's stream takes nothing of the window, where others could go.
         counted = 0 if held_up else chunk.nbytes // movement.link.pace
@@ -292,6 +295,13 @@ class Mover:
         self._watch(
             movement, chunk, counted, event, movement.flow if part.role == "producer" else movement.stream
         )
+
+    def _watch_rest(self, movement: Movement) -> None:
+        """A chunk could not be submitted, but some of it may have been: that is in flight, too."""
+        with suppress(DeviceError):  # where not even this can be submitted, nothing runs any more
+            event = movement.stream.record()
+            if not event.done():
+                self._watch(movement, _NOTHING, 0, event, movement.stream)
 
     def _watch(self, movement: Movement, chunk: Chunk, counted: int, event: Event, order: object) -> None:
         """Something is in flight until ``event`` is done; events of one ``order`` come in that order."""
@@ -332,6 +342,8 @@ class Mover:
         if movement.stopped:
             if not movement.in_flight:
                 self._table.ledger.quiet(part)
+            return
+        if chunk is _NOTHING:  # its part failed, and is about to be stopped
             return
         if error is not None:
             self._table.fail(part, error)

@@ -19,7 +19,7 @@ from aiokv.proto.placement import Placement
 from aiokv.proto.plan import CopyPlan, GroupBlocks, Side, plan_copy
 from aiokv.testing.conformance.devices import CASES, Case
 from aiokv.testing.cudakit import CudaKit
-from aiokv.testing.fakecuda import FakeCuda
+from aiokv.testing.fakecuda import FakeCuda, FakeError
 
 LAYOUT = CacheLayout.attention(layers=1, blocks=64, block_size=4, heads=2, head_size=8, dtype="float16")
 BLOCK = 256  # bytes, at one layer
@@ -497,6 +497,62 @@ def test_an_error_that_passes_is_told_once(fake: FakeCuda, device: CudaDevice) -
     assert device.lost is None
     source.close()
     target.close()
+
+
+@pytest.mark.parametrize("where", ["gather", "scatter"])
+@pytest.mark.parametrize("path", ["staged", "plain"])
+def test_what_was_enqueued_before_an_error_is_over_when_the_stream_is(
+    fake: FakeCuda, path: str, where: str
+) -> None:
+    device = make(fake, path=path, staging=3 * 1024)
+    source, staging = cache_of(device, 1), host_of(device, 1 << 14)
+    plan, stream = plan_of(list(range(0, 64, 2))), device.stream()
+    (chunk, *_) = plan.chunks(0, 1 << 20)
+    device.gather(plan, chunk, [source], staging, 0, stream=stream)
+    copies, calls = fake._runtime_memcpyAsync, []
+
+    def second_fails(*args: int) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise FakeError(701)
+        copies(*args)
+
+    device.context.cuda.runtime.memcpyAsync = second_fails
+    busy = stream.companion.ptr if stream.companion is not None else stream.ptr
+    with fake.held(busy):
+        with pytest.raises(DeviceError, match="a DMA can't be enqueued"):
+            if where == "gather":
+                device.gather(plan, chunk, [source], staging, 0, stream=stream)
+            else:
+                device.scatter(plan, chunk, staging, 0, [source], stream=stream)
+        rest = stream.record()
+        assert not rest.done()
+    assert rest.done()
+    source.close()
+    staging.close()
+    device.close()
+
+
+def test_what_was_gathered_ahead_is_over_when_the_stream_is_though_it_could_not_follow(
+    fake: FakeCuda,
+) -> None:
+    device = make(fake, path="staged", staging=3 * 1024)
+    source, staging = cache_of(device, 1), host_of(device, 1 << 14)
+    plan, stream = plan_of(list(range(0, 64, 2))), device.stream()
+    (chunk, *_) = plan.chunks(0, 1 << 20)
+    device.gather(plan, chunk, [source], staging, 0, stream=stream)
+    ahead = stream.companion
+    assert ahead is not None
+    with fake.held(ahead.ptr):
+        fake.failing["eventRecord"] = 4
+        with pytest.raises(DeviceError, match="can't be recorded"):
+            device.gather(plan, chunk, [source], staging, 0, stream=stream)
+        rest = stream.record()
+        assert not rest.done()
+    assert rest.done()
+    source.close()
+    staging.close()
+    device.close()
 
 
 def test_a_stream_of_its_own_is_never_the_default_one(device: CudaDevice) -> None:

@@ -354,9 +354,29 @@ def test_a_chunk_that_cannot_be_submitted_fails_its_part(error: Exception) -> No
     part = bench.begin()
     bench.submit()
     assert part.life.error is error
+    bench.device.run()
+    bench.poller.deliver()
     assert bench.mover.in_flight == 0
     bench.mover.stop(part, bench.link)
     assert part.ended
+
+
+def test_what_was_enqueued_of_a_chunk_that_then_failed_is_in_flight() -> None:
+    bench = Bench()
+    part = bench.begin(ready=(0,))
+    stream, rest = bench.mover._movements[part].stream, Event()
+    stream.record = lambda: rest  # type: ignore[method-assign]
+    bench.link.refuses = DeviceError("no room for the second half")
+    bench.mover.submit()
+    assert part.life.error is bench.link.refuses
+    assert bench.mover.in_flight == 1
+    bench.mover.stop(part, bench.link)
+    assert part.state is State.DRAINING
+    bench.poller.deliver()
+    assert part.ended
+    assert part.landed == 0
+    assert bench.mover.in_flight == 0
+    assert bench.moved == []
 
 
 def test_a_copy_that_fails_fails_its_part_and_the_stream_is_not_used_again() -> None:
