@@ -68,6 +68,7 @@ class KVCache:
         self._closed = False
         #: How many keep it open.
         self._users = 0
+        self._kept: list[object] = []
 
     def __repr__(self) -> str:
         layers, blocks = self.layout.layers, "+".join(str(group.blocks) for group in self.layout.groups)
@@ -196,6 +197,10 @@ class KVCache:
             yield
         finally:
             self._users -= 1
+
+    def keep(self, what: object) -> None:
+        """Keep something alive for as long as this object is there."""
+        self._kept.append(what)
 
     def close(self) -> None:
         """Give the memory back, or the tensors free. May be called twice.

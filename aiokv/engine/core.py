@@ -135,6 +135,11 @@ class Core:
         """Transfers that are not over."""
         return list(self._courses.values())
 
+    @property
+    def quarantined(self) -> int:
+        """Blocks that something may still touch, for all that is known."""
+        return sum(lease.blocks for lease in list(self._quarantined))
+
     def close(self) -> None:
         """Stop: no turn and no callback comes any more."""
         self._closed = True
@@ -435,7 +440,7 @@ class Core:
             leases=self.leases.out,
             blocks_held=self.leases.held(),
             quarantined=len(self._quarantined),
-            blocks_quarantined=sum(lease.blocks for lease in list(self._quarantined)),
+            blocks_quarantined=self.quarantined,
             state_times=self._stopwatch.snapshot(),
             parts_queued=self.mover.parts_queued,
             in_flight=self.mover.in_flight,

@@ -156,6 +156,8 @@ class TransferEngine:
         self.address = ""
         #: Keeps the cache open for as long as this engine is.
         self._keeping = ExitStack()
+        #: Takes back that we hear of the device's loss.
+        self._watching = ExitStack()
         #: The working parts; None until entered.
         self._core: Core | None = None
         #: Closes everything; None until that was asked for.
@@ -243,7 +245,7 @@ class TransferEngine:
                 with suppress(RuntimeError):  # the loop was closed
                     loop.call_soon_threadsafe(self._on_device_lost, error)
 
-            self._keeping.callback(on_lost(lost))
+            self._watching.callback(on_lost(lost))
 
     def _on_device_lost(self, error: DeviceError) -> None:
         """Close by ourselves: no transfer can succeed, and the peers are to hear of it now."""
@@ -323,7 +325,8 @@ class TransferEngine:
 
     async def _release(self) -> None:
         async with AsyncExitStack() as stack:  # from the last to the first, whatever fails
-            stack.callback(self._keeping.close)
+            stack.callback(self._let_go)
+            stack.callback(self._watching.close)
             if self._channel is not None:
                 stack.push_async_callback(self._channel.aclose)
             for transport in reversed(self._transports):
@@ -332,6 +335,21 @@ class TransferEngine:
                 tasks = list(self._core.peers.tasks)
                 self._core.close()
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _let_go(self) -> None:
+        """The cache may be closed, unless something in flight may still write to it."""
+        blocks = self._core.quarantined if self._core is not None else 0
+        if blocks and self._lost is None:
+            _log.error(
+                "%r closed while copies of %d blocks of %r may still be in flight: the cache can't be closed "
+                "and its memory must be kept until this process ends",
+                self,
+                blocks,
+                self.cache,
+            )
+            self.cache.keep(self._keeping)  # it would be let go with this engine
+            return
+        self._keeping.close()
 
     def _on_frame(self, data: bytes) -> None:
         if self._core is not None and self._state in ("open", "closing"):

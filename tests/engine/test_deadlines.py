@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from aiokv.errors import BusyError, DeadlineExceeded, DeviceError, TransferAborted
@@ -258,11 +260,17 @@ def test_other_blocks_can_be_used(world):
     assert fetch.error is offer.error is None
 
 
-def test_an_engine_with_blocks_in_quarantine_can_be_closed(world):
+def test_an_engine_with_blocks_in_quarantine_can_be_closed_but_not_its_cache(world, caplog):
     stuck(world)
     begun = world.now
-    world.consumer.run(world.consumer.engine.aclose())
+    with caplog.at_level(logging.ERROR, "aiokv"):
+        world.consumer.run(world.consumer.engine.aclose())
     assert world.now <= begun + 1.0 + SLACK
+    assert "copies of 2 blocks" in caplog.text
+    with pytest.raises(BusyError, match="in use"):
+        world.consumer.cache.close()
+    world.producer.run(world.producer.engine.aclose())
+    world.producer.cache.close()
 
 
 def test_an_engine_with_copies_that_never_complete_can_be_closed(world):
