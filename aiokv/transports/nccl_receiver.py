@@ -36,6 +36,8 @@ __all__ = ["NcclReceiver"]
 _AHEAD_S = 2.0
 #: How long what is in flight to a part that was forgotten may take, before the communicator is aborted.
 _DRAIN_S = 1.0
+#: What a producer may have said beside its chunks, and not been heard yet: REST, WAKE and DEAD.
+_BESIDE = 3
 
 
 class _Quiet:
@@ -138,6 +140,8 @@ class NcclReceiver(NcclEnd[_Chunk]):
         self._inbox.extend(said)
         if not self._early:
             self._work()
+        if len(self._inbox) > self._credits + _BESIDE:
+            self.kill("the producer said more than there is memory for")
 
     def _work(self) -> None:
         """Act on what was said, in order, as far as that can be done now."""

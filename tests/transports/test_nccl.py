@@ -545,6 +545,19 @@ async def test_messages_that_do_not_fit_the_chunk_cut_the_link(lengths, known: b
         unharmed(path, before)
 
 
+@pytest.mark.asyncio
+async def test_what_waits_to_be_expected_is_no_more_than_was_granted(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        part = path.part(kit, 1)
+        chunk = part.chunks(4096)[0]
+        said = Announced(nccl_receiver.tag_of(part.id), chunk, (chunk.nbytes,))
+        for _ in range(path.end._credits + 4):
+            path.producer_end._line.say(said)
+        await until(lambda: path.end.lost and path.producer_end.lost)
+        assert "more than there is memory for" in path.end._reason
+
+
 # -- what is missing --------------------------------------------------------------------------------
 
 
