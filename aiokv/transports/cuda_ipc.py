@@ -40,6 +40,7 @@ from aiokv.transports.cuda_ipc_mappings import Mapped, Mappings, Wanted
 from aiokv.transports.handshake import MAX_EXTRA, Welcome
 from aiokv.transports.local import LocalEnd, LocalTransport, Offer
 from aiokv.transports.mapping import off_loop
+from aiokv.transports.patience import ended_within
 
 __all__ = ["CudaIpcTransport"]
 
@@ -189,7 +190,8 @@ class CudaIpcTransport(LocalTransport):
         lingering = [end for end in self.ends if isinstance(end, _ConsumerEnd)]
         if lingering:
             reads = [read for end in lingering for read in end.reading]
-            await off_loop(partial(_wait_for, reads), "aiokv-cuda-ipc")
+            waiting = off_loop(partial(_wait_for, reads), "aiokv-cuda-ipc")
+            await ended_within(2 * _PATIENCE_S, {waiting}, "cuda_ipc")
             for end in lingering:
                 end.look()
         if self.ends:
@@ -198,7 +200,7 @@ class CudaIpcTransport(LocalTransport):
         if self._mappings is not None:
             await self._mappings.aclose()
         if self._freeing is not None:
-            await asyncio.wait((self._freeing,), timeout=_PATIENCE_S)
+            await ended_within(_PATIENCE_S, {self._freeing}, "cuda_ipc")
 
 
 def _share(

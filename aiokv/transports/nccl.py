@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import socket
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -34,11 +35,14 @@ from aiokv.transports.nccl_home import Home, StagingDevice
 from aiokv.transports.nccl_receiver import NcclReceiver
 from aiokv.transports.nccl_sender import NcclSender
 from aiokv.transports.nccl_staging import Pool
+from aiokv.transports.patience import ended_within
 
 if TYPE_CHECKING:
     from aiokv.device.cache import KVCache
 
 __all__ = ["NcclTransport"]
+
+_log = logging.getLogger(__name__)
 
 #: Links that consumers may have to one transport at a time.
 _MAX_LINKS = 4096
@@ -181,7 +185,13 @@ class NcclTransport:
         if self._home is None or len(self._accepted) >= _MAX_LINKS:
             sock.close()
             return
-        keep_until_lost(self._accepted, NcclSender(link, sock, self._home))
+        try:
+            sender = NcclSender(link, sock, self._home)
+        except DeviceError as error:
+            _log.warning("nccl: a consumer is refused: %s", error)
+            sock.close()
+            return
+        keep_until_lost(self._accepted, sender)
 
     def describe(self) -> bytes:
         """Host, port and token."""
@@ -205,16 +215,16 @@ class NcclTransport:
             try:
                 welcome = await greet(sock, there.token)
                 self._opened()
+                end = NcclReceiver(welcome.link, sock, home)
             except BaseException:
                 sock.close()
                 raise
-            end = NcclReceiver(welcome.link, sock, home)
             try:
                 await end.proven
             except BaseException:
                 end.close()
                 raise
-        except (OSError, ValueError, PeerLostError) as error:
+        except (OSError, ValueError, PeerLostError, DeviceError) as error:
             raise PeerLostError(f"nccl to {peer.address}: {error}") from error
         return end
 
@@ -246,11 +256,19 @@ class NcclTransport:
         self._accepted.clear()
         memory, self._memory = self._memory, None
         if memory is not None and not home.ends and not home.lingering:  # or the threads that hang keep it
-            await off_loop(lambda: _free(memory), "aiokv-nccl-free")
+            freeing = off_loop(lambda: _free(memory), "aiokv-nccl-free")
+            if await ended_within(_CLOSE_S, {freeing}, "nccl"):
+                freeing.result()
+            else:
+                freeing.add_done_callback(_seen)
 
 
 def _heads(heads: tuple[int, int]) -> int:
     return heads[1] - heads[0]
+
+
+def _seen(freeing: asyncio.Future[None]) -> None:
+    freeing.exception()
 
 
 def _free(memory: Buffer) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Set
+from typing import Any
 
-__all__ = ["Patience"]
+__all__ = ["Patience", "ended_within"]
+
+_log = logging.getLogger(__name__)
 
 
 class Patience:
@@ -35,3 +39,27 @@ class Patience:
     def cancel(self) -> None:
         """Don't call."""
         self._timer.cancel()
+
+
+async def ended_within(seconds: float, threads: Set[asyncio.Future[Any]], what: str) -> bool:
+    """Wait until these threads, and those that are added meanwhile, have ended, but no longer than this.
+
+    A call of a driver may never return. Then its thread is left alone with it, and with the memory it is for.
+
+    Args:
+        seconds: So long.
+        threads: Futures of their ends, whose owner takes those out that are done.
+        what: What they do, for the log.
+
+    Returns:
+        Whether they have.
+    """
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    while pending := {each for each in threads if not each.done()}:
+        _, pending = await asyncio.wait(pending, timeout=max(0.0, until - loop.time()))
+        if pending and loop.time() >= until:
+            _log.warning("%s: %d calls don't return; they are left to their threads", what, len(pending))
+            return False
+        await asyncio.sleep(0)  # for what their ends begin
+    return True

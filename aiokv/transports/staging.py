@@ -26,6 +26,7 @@ from aiokv.device.poller import CompletionPoller
 from aiokv.errors import CapacityError, DeviceError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.mapping import off_loop
+from aiokv.transports.patience import ended_within
 
 __all__ = ["STAGING_BYTES", "Gpu", "Pending", "Ring", "Staging", "map_shared", "shared", "split"]
 
@@ -267,8 +268,8 @@ class Staging:
 
     async def aclose(self) -> None:
         """Give all memory back, once nothing is in flight. May be called twice."""
-        while self._pinning:
-            await asyncio.wait(self._pinning)  # and those who asked for it, whose links are over, retire it
+        # And those who asked for it, whose links are over, retire it.
+        await ended_within(_PATIENCE_S, self._pinning, "pinning memory")
         for ring in list(self._rings):
             ring.retire()
         # Better memory that stays pinned than a copy to nowhere.
@@ -277,8 +278,7 @@ class Staging:
                 while self._rings:
                     self._idle.clear()
                     await self._idle.wait()
-        if self._closing:
-            await asyncio.wait(self._closing)
+        await ended_within(_PATIENCE_S, self._closing, "unpinning memory")
         self.poller.close()
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from aiokv.testing.virtual import VirtualLoop
-from aiokv.transports.patience import Patience
+from aiokv.transports.patience import Patience, ended_within
 
 
 @pytest.fixture
@@ -48,5 +48,23 @@ def test_a_timer_that_comes_late_counts_anew(loop: VirtualLoop) -> None:
         began = loop.time()
         await over.wait()
         assert loop.time() - began == pytest.approx(3.0)
+
+    loop.run_until_complete(main())
+
+
+def test_threads_that_do_not_end_are_left_alone(loop: VirtualLoop, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        ends, never, began = loop.create_future(), loop.create_future(), loop.time()
+        loop.call_later(1.0, ends.set_result, None)
+        assert await ended_within(2.0, {ends}, "one")
+        assert await ended_within(2.0, set(), "none")
+        assert loop.time() - began == pytest.approx(1.0)
+        assert not await ended_within(2.0, {ends, never}, "a driver")
+        assert loop.time() - began == pytest.approx(3.0)
+        assert "a driver: 1 calls don't return" in caplog.text
+        failed = loop.create_future()
+        failed.set_exception(ValueError())
+        assert await ended_within(2.0, {failed}, "one that failed")
+        assert isinstance(failed.exception(), ValueError)
 
     loop.run_until_complete(main())
