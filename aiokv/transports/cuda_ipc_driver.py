@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,10 @@ _STREAM_NON_BLOCKING = 1
 _CAPTURE_RELAXED = 2
 #: Attributes of a pointer: whether it can be shared by a handle, and the memory pool it is from.
 _IPC_CAPABLE, _MEMPOOL = 10, 17
+#: And the number of the device that it is on.
+_ORDINAL = 9
+#: What the driver answers when it was asked before.
+_ALREADY_ENABLED = 704
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,9 @@ class IpcDriver(Protocol):
     def read(self, address: int, nbytes: int) -> bytes:
         """What is in device memory now."""
 
+    def reach(self, address: int) -> None:
+        """See to it that the device copies from this process's own memory, whichever device that is on."""
+
 
 class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
@@ -75,16 +82,18 @@ class CudaIpcDriver:
 
     Args:
         ordinal: Number of the device in this process.
+        library: The driver's library; by default the one that is installed.
 
     Raises:
         DeviceError: There is no CUDA driver, or no such device.
     """
 
-    def __init__(self, ordinal: int) -> None:
+    def __init__(self, ordinal: int, library: ctypes.CDLL | None = None) -> None:
         try:
-            self._library = ctypes.CDLL("libcuda.so.1")
+            self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
         except OSError as error:
             raise DeviceError(f"the CUDA driver can't be loaded: {error}") from error
+        self._ordinal = ordinal
         pointer, address, size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
         for name, arguments in (
             ("cuIpcOpenMemHandle_v2", (pointer, _Handle, ctypes.c_uint)),
@@ -119,8 +128,10 @@ class CudaIpcDriver:
             self._call("cuCtxPushCurrent_v2", context)
             try:
                 self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-                yield
-                self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+                try:
+                    yield
+                finally:
+                    self._library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             finally:
                 self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
         finally:
@@ -191,9 +202,15 @@ class CudaIpcDriver:
     def allocate(self, data: bytes) -> int:
         """New memory that begins with ``data``; an allocation alone, so that no other is shared with it."""
         base = ctypes.c_uint64()
-        with self._stream() as stream:
-            self._call("cuMemAlloc_v2", ctypes.byref(base), -(-len(data) // _GRANULE) * _GRANULE)
-            self._call("cuMemcpyHtoDAsync_v2", base.value, data, len(data), stream)
+        try:
+            with self._stream() as stream:
+                self._call("cuMemAlloc_v2", ctypes.byref(base), -(-len(data) // _GRANULE) * _GRANULE)
+                self._call("cuMemcpyHtoDAsync_v2", base.value, data, len(data), stream)
+        except BaseException:
+            if base.value:
+                with suppress(DeviceError):
+                    self.free(base.value)
+            raise
         return base.value
 
     def free(self, base: int) -> None:
@@ -207,3 +224,22 @@ class CudaIpcDriver:
         with self._stream() as stream:
             self._call("cuMemcpyDtoHAsync_v2", data, address, nbytes, stream)
         return data.raw
+
+    def reach(self, address: int) -> None:
+        """See to it that the device copies from this process's own memory, whichever device that is on."""
+        ordinal, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        with self._current():
+            self._call("cuPointerGetAttribute", ctypes.byref(ordinal), _ORDINAL, address)
+            if ordinal.value == self._ordinal:
+                return
+            self._call("cuDeviceGet", ctypes.byref(device), ordinal)
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            try:
+                code = self._library.cuCtxEnablePeerAccess(context, ctypes.c_uint(0))
+            finally:  # whoever made the memory keeps the context
+                self._library.cuDevicePrimaryCtxRelease_v2(device)
+            if code not in (0, _ALREADY_ENABLED):
+                raise DeviceError(
+                    f"memory of GPU {ordinal.value} can't be reached from GPU {self._ordinal} "
+                    f"(cuCtxEnablePeerAccess: {code})"
+                )

@@ -11,8 +11,12 @@ from typing import Any, NamedTuple
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.transports.cuda_ipc_driver import Allocation, IpcDriver
 from aiokv.transports.mapping import off_loop
+from aiokv.transports.patience import ended_within
 
 __all__ = ["Mapped", "Mappings", "Wanted"]
+
+#: How long closing waits for calls of the driver, in seconds.
+_PATIENCE_S = 2.0
 
 
 class Wanted(NamedTuple):
@@ -135,10 +139,9 @@ class Mappings:
         work.exception()  # seen, for nobody may have waited for it
 
     async def aclose(self) -> None:
-        """Wait for what is being mapped and unmapped."""
+        """Wait for what is being mapped and unmapped, but no longer than a driver's call should take."""
         await asyncio.sleep(0)  # for the callbacks of what was released in this turn
-        while self._busy:
-            await asyncio.wait(self._busy)
+        await ended_within(_PATIENCE_S, self._busy, "cuda_ipc")
 
 
 def _open(driver: IpcDriver, wanted: Sequence[Wanted]) -> list[int]:
@@ -156,6 +159,8 @@ def _open_one(driver: IpcDriver, wanted: Wanted) -> int:
     found = driver.find(wanted.base) if wanted.own else driver.open(wanted.handle)
     try:
         _check(found, wanted)
+        if wanted.own:  # opening a handle does it for another process's
+            driver.reach(wanted.base)
     except DeviceError:
         if not wanted.own:
             driver.close(found.base)

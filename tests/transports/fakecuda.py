@@ -56,6 +56,7 @@ class FakeDriver:
         self.lock = threading.Lock()
         self.opened: list[int] = []
         self.closed: list[int] = []
+        self.reached: list[int] = []
         self.made: dict[int, MockedBuffer] = {}
         self.refuses = ""
         self.fails = ""
@@ -84,6 +85,11 @@ class FakeDriver:
         with self.lock:
             self.opened.append(found.base)
         return found
+
+    def reach(self, address: int) -> None:
+        if self.fails == "reach":
+            raise DeviceError("memory of GPU 1 can't be reached")
+        self.reached.append(self._at(address).address)
 
     def close(self, base: int) -> None:
         with self.lock:

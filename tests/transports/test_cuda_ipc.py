@@ -83,6 +83,16 @@ async def test_memory_of_this_process_is_used_as_it_is(seed: int) -> None:
         kit.device.run()
         assert read.done()
         assert not kit.driver.opened
+        assert len(kit.driver.reached) == 2  # which another GPU's may need
+
+
+@pytest.mark.asyncio
+async def test_another_gpus_memory_of_this_process_that_is_out_of_reach_is_told(seed: int) -> None:
+    async with fakecuda.OwnIpcKit(seed) as kit:
+        producer, consumer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
+        kit.driver.fails = "reach"
+        with pytest.raises(PeerLostError, match="memory of GPU 1 can't be reached"):
+            await consumer.transport.connect(producer.transport.describe(), producer.info)
 
 
 @pytest.mark.asyncio
