@@ -104,8 +104,10 @@ class Making:
                 raise PeerLostError("given up before it was made")
             self._prove(made)
         except BaseException:
-            made.abort()
-            self._wait_for(self._stream.record())  # only then is the slot anybody's
+            try:
+                made.abort()
+            finally:
+                self._wait_for(self._stream.record())  # only then is the slot anybody's
             raise
         return made
 

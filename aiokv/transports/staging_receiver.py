@@ -87,6 +87,9 @@ class StagedReceiver(Receiver):
         table: Where it is kept.
         staging: The transport's.
         ring: Its own, which it retires.
+
+    Raises:
+        DeviceError: There are no streams to be had. The sockets and the ring are the caller's still.
     """
 
     def __init__(
@@ -99,9 +102,10 @@ class StagedReceiver(Receiver):
         staging: Staging,
         ring: Ring,
     ) -> None:
-        super().__init__(link, name, socks, io, table)
         self._ring = ring
+        # First, since the device may refuse it streams, and then nothing is to be undone.
         self._scatterer = Scatterer(staging, ring, self._freed, self.cut)
+        super().__init__(link, name, socks, io, table)
 
     def _arriving(
         self, tag: bytes, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -75,7 +76,11 @@ class Scatterer:
         if error is not None:
             self._broke(f"a chunk was not copied to the device: {error}")
             return
-        landed(chunk.layer, chunk.nbytes)
+        try:
+            landed(chunk.layer, chunk.nbytes)
+        except Exception as failure:  # noqa: BLE001 - one part's mistake stops no other part's bytes
+            context = {"message": f"callback for {chunk} failed: {landed!r}", "exception": failure}
+            asyncio.get_running_loop().call_exception_handler(context)
         self._freed(slot)
 
     def quiet(self, tag: bytes) -> Event | None:

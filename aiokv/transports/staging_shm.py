@@ -97,8 +97,10 @@ class StagedShmTransport(LocalTransport):
         try:
             self._opened()
             return ConsumerEnd(welcome.link, self.name, sock, self.ends, self._staging, ring)
-        except BaseException:
+        except BaseException as error:
             ring.retire()
+            if isinstance(error, DeviceError):
+                raise PeerLostError(f"its staging memory can't be used here: {error}") from error
             raise
 
     async def aclose(self) -> None:

@@ -184,9 +184,10 @@ class ConsumerEnd(_End):
         staging: Staging,
         ring: Ring,
     ) -> None:
-        super().__init__(link, name, sock, table)
         self._ring = ring
+        # First, since the device may refuse it streams, and then nothing is to be undone.
         self._scatterer = Scatterer(staging, ring, self._free, self.cut)
+        super().__init__(link, name, sock, table)
         self._expected: dict[bytes, _Expected] = {}
         #: Parts whose data is not wanted any more, oldest first.
         self._forgotten: dict[bytes, None] = {}

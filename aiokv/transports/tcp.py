@@ -158,16 +158,25 @@ class TcpTransport:
             except (OSError, ValueError, PeerLostError) as error:
                 raise PeerLostError(f"tcp to {peer.address}: {error}") from error
             ring = await self._ring()
-            if ring is not None and self._listener is None:
-                ring.retire()
-            self._check_open()
+            try:
+                self._check_open()
+                return self._received(welcome.link, socks, ring)
+            except BaseException as error:
+                if ring is not None:
+                    ring.retire()
+                if isinstance(error, DeviceError):
+                    raise PeerLostError(f"tcp: this end can't receive: {error}") from error
+                raise
         except BaseException:
             for sock in socks:
                 sock.close()
             raise
+
+    def _received(self, link: bytes, socks: list[socket.socket], ring: Ring | None) -> Receiver:
+        """The consumer's end; if this raises, the sockets and the ring are the caller's still."""
         if ring is None or self._staging is None:
-            return Receiver(welcome.link, self.name, socks, self._io, self._ends)
-        return StagedReceiver(welcome.link, self.name, socks, self._io, self._ends, self._staging, ring)
+            return Receiver(link, self.name, socks, self._io, self._ends)
+        return StagedReceiver(link, self.name, socks, self._io, self._ends, self._staging, ring)
 
     async def _ring(self) -> Ring | None:
         """Memory that a GPU's bytes arrive in; None for host memory."""

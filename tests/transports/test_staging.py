@@ -482,6 +482,44 @@ async def test_a_device_that_fails_ends_the_link(gpu: Gpu, seed: int) -> None:
             assert part.arrived == 0
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_a_callback_that_raises_costs_no_slot(kind: str, gpu: Gpu, seed: int) -> None:
+    async with TWO_SIDED[kind](seed, gpu) as kit:
+        path, part = await joined(kit)
+        told: list[dict] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+
+        def landed(layer: int, nbytes: int) -> None:
+            raise ZeroDivisionError
+
+        path.end.expect(part.id, part.plan, path.consumer.cache.buffers, landed)
+        stream = gpu.device.stream()
+        await done(kit, send(path, part, part.chunks(1 << 16)[0], stream), stream)
+        await until(lambda: told)
+        assert isinstance(told[0]["exception"], ZeroDivisionError)
+        await _free(path)
+        assert not path.end.lost
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_a_device_without_streams_left_is_told_on_connecting(
+    kind: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    def refuse(staging: Staging) -> None:
+        raise DeviceError("no more streams")
+
+    async with TWO_SIDED[kind](seed, gpu) as kit:
+        producer, consumer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
+        with monkeypatch.context() as patch:
+            patch.setattr(Staging, "stream", refuse)
+            with pytest.raises(PeerLostError, match="no more streams"):
+                await consumer.transport.connect(producer.transport.describe(), producer.info)
+        assert not consumer.transport._staging._rings
+        await until(lambda: not producer.transport._accepted)
+
+
 class Failing:
     def scatter(self, *arguments, stream) -> None:
         raise DeviceError("made to fail")
