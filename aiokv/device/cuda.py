@@ -64,6 +64,7 @@ class CudaDevice:
         #: Where its memory is, as torch names it.
         self.place = f"cuda:{ordinal}"
         try:
+            self._prepare_torch()
             self._engine = CopyEngine(
                 self.context,
                 offsets_bytes=offsets_bytes,
@@ -76,6 +77,14 @@ class CudaDevice:
         except BaseException:
             self.context.close()
             raise
+
+    def _prepare_torch(self) -> None:
+        """Ask torch for a stream: the first time takes a while, and should not be a fetch's on a loop."""
+        try:
+            with self.context.current():
+                self.context.cuda.torch.cuda.current_stream(self.ordinal)
+        except RuntimeError as error:
+            raise DeviceError(f"torch can't use CUDA device {self.ordinal}: {error}") from error
 
     def __repr__(self) -> str:
         return f"<CudaDevice {self.ordinal}{' lost' if self.lost else ''}>"
