@@ -145,6 +145,11 @@ class CopyEngine:
             stream.gate = None
             if path == "kernel" and self._run_kernel(move, stream):
                 return
+            if move.src.on_host and move.dst.on_host:
+                raise DeviceError(
+                    "there is no room for the offsets of a copy within the host's memory "
+                    f"({self._offsets.free} bytes are free), and by DMA the loop would wait for it"
+                )
             # DMA is also what is left when there is no room for offsets.
             extents = move.extents()
             if path == "batch":

@@ -99,6 +99,27 @@ async def test_conformance(fake: FakeCuda, case: Case, path: str | None, seed: i
     assert not fake.allocated
 
 
+def test_torch_is_ready_before_the_first_fetch(fake: FakeCuda) -> None:
+    libraries, asked = fake.libraries(), []
+    current = libraries.torch.cuda.current_stream
+
+    def noted(ordinal: int) -> object:
+        asked.append(ordinal)
+        return current(ordinal)
+
+    libraries.torch.cuda.current_stream = noted
+    device = CudaDevice(0, cuda=libraries, costs=TYPICAL, staging_bytes=4096, offsets_bytes=4096)
+    assert asked == [0]
+    device.close()
+
+    def too_old(ordinal: int) -> object:
+        raise RuntimeError("the driver is too old")
+
+    libraries.torch.cuda.current_stream = too_old
+    with pytest.raises(DeviceError, match="torch can't use CUDA device 0: the driver is too old"):
+        CudaDevice(0, cuda=libraries, costs=TYPICAL, staging_bytes=4096, offsets_bytes=4096)
+
+
 def test_making_one_measures_what_ways_cost(fake: FakeCuda) -> None:
     device = CudaDevice(0, cuda=fake.libraries(), staging_bytes=24 << 20, offsets_bytes=1 << 16)
     assert set(device.costs.to_host) == set(device.costs.to_device) == set(PATHS)
@@ -180,6 +201,23 @@ def test_no_room_for_offsets_is_no_failure(fake: FakeCuda) -> None:
         device.gather(plan, chunk, [source], staging, 0, stream=stream)
     assert block(source, 30) == block(target, 30)
     for buffer in (source, target, staging):
+        buffer.close()
+    device.close()
+
+
+def test_a_copy_within_the_host_is_refused_where_the_loop_would_wait_for_it(fake: FakeCuda) -> None:
+    device = make(fake)
+    nbytes = Placement.dense(LAYOUT).buffers[0]
+    source, target = host_of(device, nbytes), host_of(device, nbytes)
+    plan, stream = plan_of([5, 9, 30, 2]), device.stream()
+    (chunk, *_) = plan.chunks(0, 1 << 20)
+    while device._engine._offsets._ranges.take(128) is not None:
+        pass
+    before = len(fake.copies)
+    with pytest.raises(DeviceError, match="no room for the offsets"):
+        device.copy(plan, chunk, [source], [target], stream=stream)
+    assert len(fake.copies) == before
+    for buffer in (source, target):
         buffer.close()
     device.close()
 
