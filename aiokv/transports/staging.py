@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import io
+import logging
 import mmap
 import os
 from collections import deque
@@ -22,13 +23,15 @@ from typing import Protocol, cast
 from aiokv.device.base import Buffer, Device, Event, Stream
 from aiokv.device.cache import KVCache
 from aiokv.device.host import HostBuffer, available_bytes
+from aiokv.device.offloop import off_loop
 from aiokv.device.poller import CompletionPoller
 from aiokv.errors import CapacityError, DeviceError
 from aiokv.proto.plan import Chunk, CopyPlan
-from aiokv.transports.mapping import off_loop
 from aiokv.transports.patience import ended_within
 
 __all__ = ["STAGING_BYTES", "Gpu", "Pending", "Ring", "Staging", "map_shared", "shared", "split"]
+
+_log = logging.getLogger(__name__)
 
 #: Pinned memory of one link at one end, in bytes, unless something else is asked for.
 STAGING_BYTES = 64 << 20
@@ -38,8 +41,10 @@ _SLOT_BYTES = 8 << 20
 #: The least slots that keep a device busy while one is being sent.
 _LEAST_SLOTS = 4
 _PAGE = 4096
-#: Rings of peers may be as large, whatever is usual here.
-_MOST_BYTES = 1 << 30
+#: How many times the size of a ring here one of a peer's may have; as much as is usual in any case.
+_MOST_RINGS = 4
+#: What all links of one transport pin at most, in bytes: memory that nothing else on the host can use.
+_BUDGET_BYTES = 8 << 30
 #: How long closing waits for copies that are in flight, in seconds.
 _PATIENCE_S = 2.0
 
@@ -99,7 +104,9 @@ def split(plan: CopyPlan, chunk: Chunk, limit: int) -> Iterator[Chunk]:
     size = plan.copies(chunk.layer)[chunk.copy].section.piece_bytes
     step = limit // size
     if not step:
-        raise DeviceError(f"{chunk} has pieces of {size} bytes, and staging memory slots of {limit}")
+        raise DeviceError(
+            f"{chunk} has pieces of {size} bytes, and staging memory slots of {limit}; raise `staging`"
+        )
     for lo in range(chunk.lo, chunk.hi, step):
         hi = min(lo + step, chunk.hi)
         yield Chunk(chunk.layer, chunk.copy, lo, hi, (hi - lo) * size)
@@ -175,15 +182,19 @@ class Staging:
     Args:
         cache: What is moved; its blocks decide how large a slot is at least.
         nbytes: Size of a ring; it has four slots at least, each at least as large as a block of one layer.
+        budget: Bytes that all rings have at most; one is made in any case.
     """
 
-    def __init__(self, cache: KVCache, nbytes: int = STAGING_BYTES) -> None:
+    def __init__(self, cache: KVCache, nbytes: int = STAGING_BYTES, budget: int = _BUDGET_BYTES) -> None:
         self.device = cast(Gpu, cache.device)
         # A piece of a plan, which can't be divided, is within one block of one layer.
         blocks = [group.block_bytes for group in cache.layout.groups]
         size = max(min(_SLOT_BYTES, nbytes // _LEAST_SLOTS), *blocks)
         self.slot_bytes = -(-size // _PAGE) * _PAGE
         self.slots = max(nbytes // self.slot_bytes, _LEAST_SLOTS)
+        self._budget = max(budget, self.nbytes)
+        #: Bytes that are pinned, or being pinned or unpinned.
+        self._pinned = 0
         self.poller = CompletionPoller(asyncio.get_running_loop())
         self._pinning: set[asyncio.Future[PinnedMemory]] = set()
         self._rings: set[Ring] = set()
@@ -199,26 +210,42 @@ class Staging:
     @property
     def most(self) -> int:
         """Size of the largest ring of a peer's that is pinned here."""
-        return max(_MOST_BYTES, self.nbytes)
+        return max(_MOST_RINGS * self.nbytes, STAGING_BYTES)
 
     def stream(self) -> Stream:
         """A side stream of the device."""
         return self.device.stream()
 
+    def check(self, nbytes: int) -> None:
+        """See whether so much more may be pinned.
+
+        Raises:
+            CapacityError: It may not.
+        """
+        if self._pinned + nbytes > self._budget:
+            raise CapacityError(
+                f"staging memory: {self._pinned} of the {self._budget} bytes that all links may have are in "
+                f"use, and one more needs {nbytes}; let `staging` be less, or fewer peers connect"
+            )
+
     async def ring(
-        self, make: Callable[[int], HostBuffer] = HostBuffer.allocate, slot_bytes: int | None = None
+        self,
+        make: Callable[[int], HostBuffer] = HostBuffer.allocate,
+        slot_bytes: int | None = None,
+        nbytes: int | None = None,
     ) -> Ring:
         """New pinned memory, made off the loop; whoever asked for it retires it.
 
         Args:
-            make: Makes the memory, from the size that is usual here.
+            make: Makes the memory, from its size.
             slot_bytes: Size of its slots, where it isn't what is usual here.
+            nbytes: Its size, where it isn't what is usual here.
 
         Raises:
-            CapacityError: There isn't so much.
+            CapacityError: There isn't so much, or the transport may not have it.
             DeviceError: It can't be pinned.
         """
-        pinning = self._pin(make)
+        pinning = self._pin(make, nbytes or self.nbytes)
         try:
             memory = await asyncio.shield(pinning)
         except asyncio.CancelledError:
@@ -237,13 +264,24 @@ class Staging:
             error = pinning.exception()
             then(None if error is not None else self._made(pinning.result()), error)
 
-        self._pin(make).add_done_callback(made)
+        try:
+            self._pin(make, self.nbytes).add_done_callback(made)
+        except CapacityError as error:
+            _log.warning("a link is refused: %s", error)
+            asyncio.get_running_loop().call_soon(then, None, error)
 
-    def _pin(self, make: Callable[[int], HostBuffer]) -> asyncio.Future[PinnedMemory]:
-        pinning = off_loop(partial(_pinned, self.device, make, self.nbytes), "aiokv-pin")
+    def _pin(self, make: Callable[[int], HostBuffer], nbytes: int) -> asyncio.Future[PinnedMemory]:
+        self.check(nbytes)
+        self._pinned += nbytes
+        pinning = off_loop(partial(_pinned, self.device, make, nbytes), "aiokv-pin")
         self._pinning.add(pinning)
-        pinning.add_done_callback(self._pinning.discard)
+        pinning.add_done_callback(partial(self._over, nbytes))
         return pinning
+
+    def _over(self, nbytes: int, pinning: asyncio.Future[PinnedMemory]) -> None:
+        self._pinning.discard(pinning)
+        if pinning.exception() is not None:
+            self._pinned -= nbytes
 
     def _made(self, memory: PinnedMemory, slot_bytes: int | None = None) -> Ring:
         ring = Ring(memory, slot_bytes or self.slot_bytes, self.poller, self._give_back)
@@ -258,10 +296,11 @@ class Staging:
         self._rings.discard(ring)
         closing = off_loop(ring.memory.close, "aiokv-unpin")
         self._closing.add(closing)
-        closing.add_done_callback(self._given_back)
+        closing.add_done_callback(partial(self._given_back, ring.memory.nbytes))
 
-    def _given_back(self, closing: asyncio.Future[None]) -> None:
+    def _given_back(self, nbytes: int, closing: asyncio.Future[None]) -> None:
         self._closing.discard(closing)
+        self._pinned -= nbytes
         closing.exception()  # seen: a device that is lost unpins nothing
         if not self._rings:
             self._idle.set()

@@ -128,18 +128,24 @@ async def _theirs(staging: Staging, fd: int, nonce: bytes, nbytes: int, slot_byt
     Raises:
         PeerLostError: It isn't what the producer says, or can't be had.
     """
-    if not (4096 <= slot_bytes <= nbytes <= staging.most and nbytes % slot_bytes == 0):
+    if nbytes > staging.most:
+        raise PeerLostError(f"it passed memory of {nbytes} bytes, and at most {staging.most} are pinned here")
+    if not (4096 <= slot_bytes <= nbytes and nbytes % slot_bytes == 0):
         raise PeerLostError(f"it passed memory of {nbytes} bytes in slots of {slot_bytes}")
+    try:
+        staging.check(nbytes)
+    except CapacityError as error:
+        raise PeerLostError(f"its staging memory can't be used here: {error}") from error
     own = os.dup(fd)  # for the thread, which may outlive this call
 
-    def mapped(_: int) -> HostBuffer:
+    def mapped(nbytes: int) -> HostBuffer:
         try:
             return map_shared(own, nbytes)
         finally:
             os.close(own)
 
     try:
-        ring = await staging.ring(mapped, slot_bytes)
+        ring = await staging.ring(mapped, slot_bytes, nbytes)
     except (CapacityError, DeviceError) as error:
         raise PeerLostError(f"its staging memory can't be used here: {error}") from error
     if not hmac.compare_digest(ring.memory.view[: len(nonce)], nonce):

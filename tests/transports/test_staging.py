@@ -14,6 +14,7 @@ import pytest
 from aiokv.device.cache import KVCache
 from aiokv.device.cuda import CudaDevice
 from aiokv.device.host import HostDevice
+from aiokv.device.offloop import off_loop
 from aiokv.errors import CapacityError, DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.plan import Chunk
@@ -22,7 +23,6 @@ from aiokv.testing.conformance.transports import CASES, Case
 from aiokv.testing.fakecuda import FakeCuda
 from aiokv.transports.base import Transport
 from aiokv.transports.frames import pack
-from aiokv.transports.mapping import off_loop
 from aiokv.transports.shm import ShmTransport
 from aiokv.transports.staging import Pending, Staging, map_shared, shared, split
 from aiokv.transports.staging_shm import StagedShmTransport
@@ -291,6 +291,33 @@ async def test_memory_that_cannot_be_pinned_is_told_on_connecting(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_a_link_for_which_no_more_may_be_pinned_is_refused(
+    kind: str, gpu: Gpu, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with TWO_SIDED[kind](seed, gpu) as kit:
+        producer, consumer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
+        first = await consumer.read_from(producer)
+        await writable(first.producer_end)
+        for full in (consumer, producer):
+            staging = full.transport._staging
+            staging._budget, budget = 2 * staging.nbytes - 1, staging._budget
+            reason = "bytes that all links may have" if full is consumer else None
+            with pytest.raises(PeerLostError, match=reason):
+                end = await consumer.transport.connect(producer.transport.describe(), producer.info)
+                await lost(end)
+                raise end.lost_error()
+            await until(lambda: len(producer.transport._accepted) == 1)
+            staging._budget = budget
+        assert "a link is refused: staging memory" in caplog.text
+        first.end.close()
+        await until(lambda: not (consumer.transport._staging._pinned or producer.transport._staging._pinned))
+        second = await consumer.read_from(producer)
+        await writable(second.producer_end)
+        assert second.producer_end.writable
+
+
+@pytest.mark.asyncio
 async def test_slots_are_as_large_as_a_block_at_least(gpu: Gpu) -> None:
     cache = await off_loop(lambda: KVCache.allocate(LAYOUT, device=gpu.device), "cache")
     small = Staging(cache, 1)
@@ -298,7 +325,11 @@ async def test_slots_are_as_large_as_a_block_at_least(gpu: Gpu) -> None:
     assert small.slots == 4
     assert small.nbytes == 4 * small.slot_bytes
     await small.aclose()
+    assert small.most == 64 << 20
+    with pytest.raises(CapacityError, match="staging memory: 0 of the"):
+        small.check(1 << 40)
     usual = Staging(cache)
+    assert usual.most == 4 * usual.nbytes
     assert (usual.slot_bytes, usual.slots) == (8 << 20, 8)
     asking = asyncio.ensure_future(usual.ring())
     await asyncio.sleep(0)
@@ -412,7 +443,7 @@ async def test_who_says_what_it_must_not_is_cut_off(what: str, gpu: Gpu, seed: i
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("lie", ["nonce", "size", "slots", "no memory"])
+@pytest.mark.parametrize("lie", ["nonce", "size", "slots", "much", "no memory"])
 async def test_the_ring_that_a_producer_passes_is_looked_at(
     lie: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -424,6 +455,8 @@ async def test_the_ring_that_a_producer_passes_is_looked_at(
             nonce = bytes(32)
         if lie == "size":
             nbytes, slot_bytes = 2 * nbytes, 2 * slot_bytes
+        if lie == "much":
+            nbytes = 1 << 28
         if lie == "slots":
             slot_bytes = nbytes - 1
         if lie == "no memory":
