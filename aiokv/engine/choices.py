@@ -9,10 +9,10 @@ from types import MappingProxyType
 
 from aiokv.control.address import Address, well_formed
 from aiokv.control.base import Channel
+from aiokv.device.offloop import off_loop
 from aiokv.engine.access import Access
 from aiokv.transports.base import Transport
 from aiokv.transports.handshake import MAX_STREAMS, STREAMS
-from aiokv.transports.mapping import off_loop
 
 __all__ = [
     "CUDA_TRANSPORTS",

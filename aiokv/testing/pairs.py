@@ -28,13 +28,13 @@ from aiokv.control.memory import MemoryNetwork
 from aiokv.control.tls import Tls
 from aiokv.device.cache import Allocator, KVCache
 from aiokv.device.host import HostBuffer, HostDevice
+from aiokv.device.offloop import off_loop
 from aiokv.engine.engine import TransferEngine
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.settings import Settings
 from aiokv.testing.tables import LAYOUT
 from aiokv.testing.virtual import VirtualLoop
 from aiokv.transports.base import Transport
-from aiokv.transports.mapping import off_loop
 from aiokv.transports.memory import MemoryHub, MemoryTransport
 
 __all__ = [

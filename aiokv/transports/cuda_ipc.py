@@ -32,6 +32,7 @@ import msgspec
 
 from aiokv.device.base import Buffer, Device, Event, Stream
 from aiokv.device.cache import KVCache
+from aiokv.device.offloop import off_loop
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PeerInfo
@@ -39,7 +40,6 @@ from aiokv.transports.cuda_ipc_driver import HANDLE_BYTES, Allocation, CudaIpcDr
 from aiokv.transports.cuda_ipc_mappings import Mapped, Mappings, Wanted
 from aiokv.transports.handshake import MAX_EXTRA, Welcome
 from aiokv.transports.local import LocalEnd, LocalTransport, Offer
-from aiokv.transports.mapping import off_loop
 from aiokv.transports.patience import ended_within
 
 __all__ = ["CudaIpcTransport"]

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from aiokv.device.offloop import off_loop
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.transports.cuda_ipc_driver import Allocation, IpcDriver
-from aiokv.transports.mapping import off_loop
 from aiokv.transports.patience import ended_within
 
 __all__ = ["Mapped", "Mappings", "Wanted"]

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from aiokv.device.offloop import off_loop
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.ends import LinkEnd, keep_until_lost
 from aiokv.transports.greeting import greet
 from aiokv.transports.handshake import Welcome, new_token
 from aiokv.transports.listener import Listener
-from aiokv.transports.mapping import off_loop
 
 if TYPE_CHECKING:
     from aiokv.device.cache import KVCache

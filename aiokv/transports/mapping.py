@@ -15,7 +15,7 @@ import threading
 from aiokv.device.host import HostBuffer
 from aiokv.device.offloop import off_loop
 
-__all__ = ["Mapping", "off_loop"]
+__all__ = ["Mapping"]
 
 #: Bytes made present in one call, which can't be interrupted: some milliseconds.
 _SLICE = 64 << 20

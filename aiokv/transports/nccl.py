@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import msgspec
 
 from aiokv.device.base import Buffer
+from aiokv.device.offloop import off_loop
 from aiokv.device.poller import CompletionPoller
 from aiokv.errors import AiokvError, ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.transports.base import Link, PeerInfo
@@ -28,7 +29,6 @@ from aiokv.transports.ends import keep_until_lost
 from aiokv.transports.greeting import greet
 from aiokv.transports.handshake import new_token
 from aiokv.transports.listener import Listener
-from aiokv.transports.mapping import off_loop
 from aiokv.transports.nccl_calls import Calls, load
 from aiokv.transports.nccl_end import NcclEnd
 from aiokv.transports.nccl_home import Home, StagingDevice

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Generic, TypeVar
 
+from aiokv.device.offloop import off_loop
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.transports.ends import LinkEnd
-from aiokv.transports.mapping import off_loop
 from aiokv.transports.nccl_calls import Communicator
 from aiokv.transports.nccl_home import Home
 from aiokv.transports.nccl_line import Dead, Line, Said

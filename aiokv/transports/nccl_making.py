@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from aiokv.device.base import Event, Stream
+from aiokv.device.offloop import off_loop
 from aiokv.errors import DeviceError, PeerLostError
-from aiokv.transports.mapping import off_loop
 from aiokv.transports.nccl_calls import Calls, Communicator, Current
 from aiokv.transports.nccl_staging import Slot
 

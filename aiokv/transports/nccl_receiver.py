@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from aiokv.device.base import Buffer, Event
+from aiokv.device.offloop import off_loop
 from aiokv.errors import AiokvError, DeviceError, LocalProtocolError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.arriving import Arriving, Parts
 from aiokv.transports.base import PartId
 from aiokv.transports.frames import tag_of
-from aiokv.transports.mapping import off_loop
 from aiokv.transports.nccl_end import NcclEnd
 from aiokv.transports.nccl_home import Home
 from aiokv.transports.nccl_line import Announced, Credit, Dead, Make, Nudge, Rest, Said, Wake

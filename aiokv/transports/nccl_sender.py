@@ -24,8 +24,9 @@ from aiokv.transports.nccl_end import NcclEnd
 from aiokv.transports.nccl_home import Home
 from aiokv.transports.nccl_line import MOST_RUNS, Announced, Credit, Dead, Make, Nudge, Rest, Said, Wake
 from aiokv.transports.nccl_making import PRODUCER
-from aiokv.transports.nccl_sent import Sent, split
+from aiokv.transports.nccl_sent import Sent
 from aiokv.transports.nccl_staging import Slot
+from aiokv.transports.staging import split
 
 __all__ = ["NcclSender"]
 

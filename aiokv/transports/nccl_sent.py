@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from aiokv.errors import AiokvError, DeviceError
-from aiokv.proto.plan import Chunk, CopyPlan
 
-__all__ = ["Sent", "split"]
+__all__ = ["Sent"]
 
 
 class Sent:
@@ -34,19 +31,3 @@ class Sent:
         if self.failure is None:
             self.failure = DeviceError("not all of the chunk was sent")
             self.failure.__cause__ = why
-
-
-def split(plan: CopyPlan, chunk: Chunk, limit: int) -> Iterator[Chunk]:
-    """A chunk as some that are no longer than ``limit`` bytes.
-
-    Raises:
-        DeviceError: One piece of it is longer.
-    """
-    layer, copy, low, high, _ = chunk
-    piece = plan.copies(layer)[copy].section.piece_bytes
-    if piece > limit:
-        raise DeviceError(f"nccl: pieces of {piece} bytes, and only {limit} are sent as one; raise `staging`")
-    step = limit // piece
-    for start in range(low, high, step):
-        end = min(start + step, high)
-        yield Chunk(layer, copy, start, end, (end - start) * piece)

@@ -13,12 +13,12 @@ import pytest_asyncio
 from remote import Other, TwoProcessesKit
 
 from aiokv.device.cache import KVCache
+from aiokv.device.offloop import off_loop
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.testing.conformance.transportkit import contents, done
 from aiokv.testing.conformance.transports import CASES, Case
 from aiokv.transports.cuda_ipc import CudaIpcTransport
-from aiokv.transports.mapping import off_loop
 
 pytestmark = [pytest.mark.gpu, pytest.mark.may_block("it asks the other process, and waits")]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aiokv.transports.mapping import Mapping, off_loop
+from aiokv.device.offloop import off_loop
+from aiokv.transports.mapping import Mapping
 
 
 @pytest.fixture

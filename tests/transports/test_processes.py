@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from aiokv.device.cache import KVCache
+from aiokv.device.offloop import off_loop
 from aiokv.errors import PeerLostError
 from aiokv.testing.conformance.transportkit import Engine
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.cma import CmaTransport
-from aiokv.transports.mapping import off_loop
 from aiokv.transports.shm import ShmTransport
 from aiokv.transports.tcp import TcpTransport
 

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from aiokv.device.base import Event, Stream
 from aiokv.device.cache import KVCache
+from aiokv.device.offloop import off_loop
 from aiokv.device.poller import CompletionPoller
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.plan import Chunk, CopyPlan, GroupBlocks, Side, plan_copy
 from aiokv.transports.base import Link, PartId, PeerInfo, Transport
-from aiokv.transports.mapping import off_loop
 
 __all__ = ["PATIENCE_S", "Engine", "Part", "Path", "TransportKit", "bytes_of", "contents", "done", "fill"]
 
