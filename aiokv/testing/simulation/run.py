@@ -93,7 +93,8 @@ def _play(world: World) -> None:
             if process.state == "closed":
                 process.ledger.look()
                 process.device.synchronize()
-                process.cache.close()
+                if not any(each.quarantined for each in world.records if each.process is process):
+                    process.cache.close()  # else it is kept for good
 
 
 def _check(world: World, found: Iterable[str]) -> None:

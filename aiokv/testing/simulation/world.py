@@ -235,4 +235,8 @@ class Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Fail the world."""
-        self._world.fail(f"logged: {record.getMessage()}")
+        text = record.getMessage()
+        # That blocks went into quarantine is checked where transfers end; here, that it isn't made up.
+        if "may still be in flight" in text and any(each.quarantined for each in self._world.records):
+            return
+        self._world.fail(f"logged: {text}")
