@@ -365,6 +365,30 @@ async def test_what_is_still_read_after_the_patience_stays_mapped(
 
 
 @pytest.mark.asyncio
+async def test_closing_waits_no_longer_than_a_call_of_the_driver_should_take(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seed: int
+) -> None:
+    monkeypatch.setattr("aiokv.transports.cuda_ipc_mappings._PATIENCE_S", 0.01)
+    may = threading.Event()
+    async with IpcKit(seed) as kit:
+        path = await (await kit.engine(LAYOUT)).read_from(await kit.engine(LAYOUT))
+        close = kit.driver.close
+
+        def slow(base: int) -> None:
+            may.wait(20)
+            close(base)
+
+        kit.driver.close = slow
+        await path.consumer.transport.aclose()
+        assert "don't return" in caplog.text
+        assert not kit.driver.closed
+        may.set()
+        async with asyncio.timeout(20):
+            while len(kit.driver.closed) < len(kit.driver.opened):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+@pytest.mark.asyncio
 async def test_reads_go_on_the_callers_stream_and_find_hazards(seed: int) -> None:
     """The suite's device tells when a block is read that is still being written."""
     async with IpcKit(seed) as kit:

@@ -343,6 +343,62 @@ async def test_other_bytes_than_were_agreed_on_prove_nothing(seed: int, monkeypa
             await consumer.transport.connect(producer.transport.describe(), producer.info)
 
 
+@pytest.mark.asyncio
+@pytest.mark.parametrize("end", [NcclReceiver, NcclSender])
+async def test_a_device_without_streams_left_is_told_on_connecting(end: type, seed: int, monkeypatch) -> None:
+    def refuse() -> None:
+        raise DeviceError("no more streams")
+
+    async with NcclKit(seed) as kit:
+        producer, consumer = await kit.engine(PLAIN), await kit.engine(PLAIN)
+        refusing, init = [], end.__init__
+
+        def made(self, link, sock, home) -> None:
+            with monkeypatch.context() as patch:
+                patch.setattr(kit.device, "stream", refuse)
+                refusing.append(sock)
+                init(self, link, sock, home)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(end, "__init__", made)
+            with pytest.raises(PeerLostError, match="no more streams" if end is NcclReceiver else None):
+                await consumer.transport.connect(producer.transport.describe(), producer.info)
+        assert [sock.fileno() for sock in refusing] == [-1]
+        await until(lambda: not producer.transport._accepted)
+        await arrives(kit, await consumer.read_from(producer), 1)
+
+
+def test_an_abort_that_raises_frees_no_slot_before_the_stream_is_idle() -> None:
+    asked: list[None] = []
+
+    class Stream:
+        def record(self) -> Stream:
+            return self
+
+        def done(self) -> bool:
+            asked.append(None)
+            return len(asked) == 3
+
+    class Broken:
+        def communicator(self, *args, **named) -> Broken:
+            return self
+
+        def use(self, ordinal: int) -> None:
+            pass
+
+        def put(self, *args) -> None:
+            raise DeviceError("made to fail")
+
+        def abort(self) -> None:
+            raise DeviceError("can't be aborted")
+
+    slot = type("Slot", (), {"address": 0})()
+    args = (Broken(), 0, contextlib.nullcontext, Stream(), 0, [slot], nccl_making.PRODUCER, b"name", b"nonce")
+    with pytest.raises(DeviceError, match="aborted"):
+        nccl_making.Making(*args)._run()
+    assert len(asked) == 3
+
+
 # -- rest, and memory -------------------------------------------------------------------------------
 
 
