@@ -329,7 +329,8 @@ class TransferEngine:
             stack.callback(self._watching.close)
             if self._channel is not None:
                 stack.push_async_callback(self._channel.aclose)
-            for transport in reversed(self._transports):
+            # Last here, so first to end: what is freed behind a kernel of NCCL's may wait for it for ever.
+            for transport in sorted(self._transports, key=lambda each: each.name == "nccl"):
                 stack.push_async_callback(transport.aclose)
             if self._core is not None:
                 tasks = list(self._core.peers.tasks)

@@ -18,7 +18,7 @@ from aiokv.proto.settings import SECOND, Settings
 from aiokv.testing.faultynetwork import FaultyNetwork
 from aiokv.testing.pairs import Engines, check_idle, connected_pair, settle, transfer, virtual_time
 from aiokv.testing.virtual import VirtualLoop
-from aiokv.transports.memory import MemoryTransport
+from aiokv.transports.memory import MemoryHub, MemoryTransport
 
 # -- opening ----------------------------------------------------------------------------------------
 
@@ -309,6 +309,33 @@ async def test_closing_waits_a_second_at_most_for_peers_that_do_not_answer() -> 
         assert asyncio.get_running_loop().time() - began <= 1.1
         with pytest.raises(ClosedError):
             await offer.wait()
+
+
+class Recorded(MemoryTransport):
+    """Tells when it is closed."""
+
+    def __init__(self, name: str, closed: list[str]) -> None:
+        super().__init__(MemoryHub())
+        self._name, self._closed_in_order = name, closed
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def aclose(self) -> None:
+        self._closed_in_order.append(self._name)
+        await super().aclose()
+
+
+@virtual_time
+async def test_nccl_ends_before_others_free_what_they_have() -> None:
+    closed: list[str] = []
+    names = ("cuda_ipc", "nccl", "tcp")
+    async with Engines() as engines:
+        a = await engines.add("a", transports=[Recorded(name, closed) for name in names])
+        await a.aclose()
+    assert closed[0] == "nccl"
+    assert sorted(closed) == sorted(names)
 
 
 @virtual_time
