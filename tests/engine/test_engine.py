@@ -327,7 +327,7 @@ class Recorded(MemoryTransport):
         await super().aclose()
 
 
-@virtual_time
+@pytest.mark.asyncio
 async def test_nccl_ends_before_others_free_what_they_have() -> None:
     closed: list[str] = []
     names = ("cuda_ipc", "nccl", "tcp")
