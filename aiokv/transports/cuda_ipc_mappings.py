@@ -140,8 +140,10 @@ class Mappings:
 
     async def aclose(self) -> None:
         """Wait for what is being mapped and unmapped, but no longer than a driver's call should take."""
-        await asyncio.sleep(0)  # for the callbacks of what was released in this turn
-        await ended_within(_PATIENCE_S, self._busy, "cuda_ipc")
+        for _ in range(3):  # what is mapped may have been read meanwhile, and what was read is unmapped
+            for _ in range(2):  # the callbacks of what was released in this turn, and theirs
+                await asyncio.sleep(0)
+            await ended_within(_PATIENCE_S, self._busy, "cuda_ipc")
 
 
 def _open(driver: IpcDriver, wanted: Sequence[Wanted]) -> list[int]:

@@ -305,7 +305,7 @@ def test_a_key_that_others_can_read_is_refused(files, mode):
 
 
 def test_a_key_of_another_certificate(files):
-    shutil.copy(CERTIFICATES / "b.key", files["key"])
+    shutil.copyfile(CERTIFICATES / "b.key", files["key"])  # its mode stays, which a checkout's isn't
     with pytest.raises(ValueError, match=r"key: .*a\.key belongs to another certificate than .*a\.pem"):
         Tls.load(**files)
 
