@@ -87,6 +87,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     by_file: dict[Path, list[pytest.Item]] = {}
     for item in items:
         by_file.setdefault(item.path, []).append(item)
+        if item.get_closest_marker("one_loop") and "debug" in item.callspec.id.split("-"):  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
     order = random.Random(config.option.seed)
     files = list(by_file.values())
     order.shuffle(files)

@@ -85,6 +85,7 @@ def block(buffer: CudaBuffer | PinnedBuffer, number: int) -> bytes:
 
 
 @pytest.mark.may_block("a test looks into memory as it likes")
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("path", [None, *PATHS])

@@ -107,6 +107,7 @@ def unharmed(path: Path, before: list) -> None:
         np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 async def test_conformance(case: Case, seed: int) -> None:

@@ -92,6 +92,7 @@ class ShmKit(StagedKit):
 KITS = {"tcp": StagedKit, "mixed": MixedKit, "shm": ShmKit}
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("kind", KITS)
