@@ -64,7 +64,13 @@ def until_gone(parent: int) -> None:
 def program() -> Iterator[subprocess.Popen[str]]:
     """A soak whose workers live."""
     command = [sys.executable, "-m", "aiokv.testing.soak", "--minutes", "5", "--workers", "2", "--seed", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    # Whoever runs the tests in the background of a shell has it ignored, which a child would inherit.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
         # Who was forked a moment ago hasn't yet asked to end with its parent.
         while len(busy(process.pid)) < 2:
             assert process.poll() is None
