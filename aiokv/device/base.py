@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from aiokv.proto.plan import Chunk, CopyPlan
 
-__all__ = ["Buffer", "Device", "Event", "Stream"]
+__all__ = ["Buffer", "Device", "Event", "StagingDevice", "Stream"]
 
 
 @runtime_checkable
@@ -92,3 +92,35 @@ class Device(Protocol):
             DeviceError: It could not be submitted, or not all of it: what was is over when an event
                 recorded afterwards is done.
         """
+
+
+class StagingDevice(Device, Protocol):
+    """A device that packs chunks into staging memory, and unpacks them."""
+
+    @property
+    def ordinal(self) -> int:
+        """CUDA's number of the device."""
+
+    def gather(
+        self,
+        plan: CopyPlan,
+        chunk: Chunk,
+        src: Sequence[Buffer],
+        staging: Buffer,
+        offset: int,
+        *,
+        stream: Stream,
+    ) -> None:
+        """Enqueue the packing of a chunk, in plan order, to ``staging`` from ``offset`` on."""
+
+    def scatter(
+        self,
+        plan: CopyPlan,
+        chunk: Chunk,
+        staging: Buffer,
+        offset: int,
+        dst: Sequence[Buffer],
+        *,
+        stream: Stream,
+    ) -> None:
+        """Enqueue the mirror image of ``gather``."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 
-from aiokv.device.base import Buffer
+from aiokv.device.base import Buffer, StagingDevice
 from aiokv.device.offloop import off_loop
 from aiokv.device.poller import CompletionPoller
 from aiokv.errors import AiokvError, ClosedError, DeviceError, LocalProtocolError, PeerLostError
@@ -31,7 +31,7 @@ from aiokv.transports.handshake import new_token
 from aiokv.transports.listener import Listener
 from aiokv.transports.nccl_calls import Calls, load
 from aiokv.transports.nccl_end import NcclEnd
-from aiokv.transports.nccl_home import Home, StagingDevice
+from aiokv.transports.nccl_home import Home
 from aiokv.transports.nccl_receiver import NcclReceiver
 from aiokv.transports.nccl_sender import NcclSender
 from aiokv.transports.nccl_staging import Pool

@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from aiokv.device.base import Buffer, Device, Stream
+from aiokv.device.base import StagingDevice
 from aiokv.device.poller import CompletionPoller
-from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.nccl_calls import Calls, Current
 from aiokv.transports.nccl_staging import Pool
 
 if TYPE_CHECKING:
     from aiokv.transports.nccl_end import NcclEnd
 
-__all__ = ["Home", "StagingDevice"]
-
-
-class StagingDevice(Device, Protocol):
-    """A device that packs chunks into staging memory, and unpacks them."""
-
-    @property
-    def ordinal(self) -> int:
-        """CUDA's number of the device."""
-
-    def gather(
-        self,
-        plan: CopyPlan,
-        chunk: Chunk,
-        src: Sequence[Buffer],
-        staging: Buffer,
-        offset: int,
-        *,
-        stream: Stream,
-    ) -> None:
-        """Enqueue the packing of a chunk, in plan order, to ``staging`` from ``offset`` on."""
-
-    def scatter(
-        self,
-        plan: CopyPlan,
-        chunk: Chunk,
-        staging: Buffer,
-        offset: int,
-        dst: Sequence[Buffer],
-        *,
-        stream: Stream,
-    ) -> None:
-        """Enqueue the mirror image of ``gather``."""
+__all__ = ["Home"]
 
 
 @dataclass(eq=False, slots=True)

@@ -16,11 +16,11 @@ import logging
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol, cast
 
-from aiokv.device.base import Buffer, Device, Event, Stream
+from aiokv.device.base import Buffer, Event, StagingDevice, Stream
 from aiokv.device.cache import KVCache
 from aiokv.device.host import HostBuffer, available_bytes
 from aiokv.device.offloop import off_loop
@@ -49,32 +49,8 @@ _BUDGET_BYTES = 8 << 30
 _PATIENCE_S = 2.0
 
 
-class Gpu(Device, Protocol):
-    """What staging needs of a device of the kind ``cuda``."""
-
-    def gather(
-        self,
-        plan: CopyPlan,
-        chunk: Chunk,
-        src: Sequence[Buffer],
-        staging: Buffer,
-        offset: int,
-        *,
-        stream: Stream,
-    ) -> None:
-        """Enqueue: a chunk's bytes, in plan order, to ``staging`` from ``offset`` on."""
-
-    def scatter(
-        self,
-        plan: CopyPlan,
-        chunk: Chunk,
-        staging: Buffer,
-        offset: int,
-        dst: Sequence[Buffer],
-        *,
-        stream: Stream,
-    ) -> None:
-        """Enqueue: the mirror image."""
+class Gpu(StagingDevice, Protocol):
+    """What staging in pinned memory needs of a device of the kind ``cuda``."""
 
     def pin_now(self, host: HostBuffer, *, readonly: bool = False) -> PinnedMemory:
         """Pin host memory, which then belongs to what is returned. Blocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,8 +62,9 @@ class _End(LocalEnd):
                 self._hear(said[start : start + self._size])
         return not self.lost
 
+    @abstractmethod
     def _hear(self, message: bytes) -> None:
-        raise NotImplementedError
+        """Take one whole message."""
 
     def _say(self, message: bytes, fds: Sequence[int] = ()) -> None:
         """Each slot has at most one message under way, so that a socket's buffer never fills."""
