@@ -28,12 +28,13 @@ from typing import Any
 import msgspec
 
 from aiokv.config.fields import BYTES, COUNTS, DURATIONS, READ, TLS, from_text
+from aiokv.control.access import Names, checked_access, checked_reach
 from aiokv.control.address import well_formed
+from aiokv.control.choice import checked_binding
 from aiokv.control.keys import Keys
 from aiokv.control.tls import Tls
 from aiokv.device.cache import KVCache
-from aiokv.engine.access import Names, checked_access, checked_reach
-from aiokv.engine.choices import checked_binding, checked_ports, checked_transports
+from aiokv.engine.choices import checked_ports, checked_transports
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.stopwatch import Trace
 from aiokv.proto.settings import SECOND, Settings

@@ -5,20 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import MappingProxyType
 
-from aiokv.control.address import Address, well_formed
-from aiokv.control.base import Channel
+from aiokv.control.address import Address
+from aiokv.control.choice import CHANNELS, scheme_of
 from aiokv.device.offloop import off_loop
-from aiokv.engine.access import Access
 from aiokv.transports.base import Transport
 from aiokv.transports.handshake import MAX_STREAMS, STREAMS
 
 __all__ = [
     "CUDA_TRANSPORTS",
     "TRANSPORTS",
-    "channel_at",
-    "checked_binding",
     "checked_ports",
     "checked_streams",
     "checked_transports",
@@ -32,61 +28,22 @@ TRANSPORTS = ("shm", "cma", "tcp")
 CUDA_TRANSPORTS = ("cuda_ipc", "nccl", "shm", "tcp")
 _NAMES = tuple(dict.fromkeys(TRANSPORTS + CUDA_TRANSPORTS))
 
-#: The module of each channel, by the scheme of its addresses.
-_CHANNELS = MappingProxyType(
-    {"tcp": "aiokv.control.zmq", "stream": "aiokv.control.streams", "tls": "aiokv.control.streams"}
-)
-_ANYBODY = Access(keys=None, allow=None, tls=None)
-
-
-def checked_binding(bind: str, advertise: str | None) -> None:
-    """Refuse what no channel can listen at, without importing a channel.
-
-    Raises:
-        TypeError: An address is no string.
-        ValueError: An address is malformed. Whether peers can reach it is for ``checked_access``.
-    """
-    for what, address in (("bind", bind), ("advertise", advertise)):
-        if not isinstance(address, str) and (address is not None or what == "bind"):
-            raise TypeError(f"{what} is an address, tcp://host:port, not {address!r}")
-    if bind.partition("://")[0] not in _CHANNELS:
-        known = [f"{each}://host:port" for each in _CHANNELS]
-        raise ValueError(f"{bind!r} is not {', '.join(known[:-1])} or {known[-1]}")
-    well_formed(bind, advertise, _scheme(bind))
-
-
-def _scheme(address: str) -> str:
-    """The scheme of an address; the first of them where it has another or none."""
-    found = address.partition("://")[0]
-    return found if found in _CHANNELS else "tcp"
-
 
 async def imported(chosen: Sequence[str | Transport], bind: str | None, kind: str = "host") -> None:
     """Import what is needed off the loop, which zmq alone would hold for 50 ms and more.
 
     Args:
         chosen: The transports.
-        bind: The address for which ``channel_at`` will be called; None: it won't be.
+        bind: The address for which ``control.choice.channel_at`` will be called; None: it won't be.
         kind: Of device memory, that the transports are for.
     """
     modules = [f"aiokv.transports.{each}" for each in chosen if isinstance(each, str)]
     if kind == "cuda" and "shm" in chosen:
         modules.append("aiokv.transports.staging_shm")
     if bind is not None:
-        modules.append(_CHANNELS[_scheme(bind)])
+        modules.append(CHANNELS[scheme_of(bind)])
     if missing := [name for name in modules if name not in sys.modules]:
         await off_loop(lambda: [import_module(name) for name in missing], "aiokv-import")
-
-
-def channel_at(bind: str, advertise: str | None, access: Access = _ANYBODY) -> Channel:
-    """The control channel for an address, which ``checked_access`` has found right."""
-    if _scheme(bind) != "tcp":
-        from aiokv.control.streams import StreamChannel
-
-        return StreamChannel(bind, advertise=advertise, tls=access.tls, allow=access.allow)
-    from aiokv.control.zmq import ZmqChannel
-
-    return ZmqChannel(bind, advertise=advertise, keys=access.keys, allow=access.allow or ())
 
 
 def checked_transports(wanted: Sequence[str | Transport] | None, kind: str = "") -> list[str | Transport]:
@@ -216,4 +173,4 @@ def _made(name: str, ports: Sequence[int], host: str | None, streams: int, kind:
 def host_of(address: str) -> str:
     """Host of a control address, where data ports listen too; loopback where it has none."""
     scheme = address.partition("://")[0]
-    return Address.parse(address, scheme).host if scheme in _CHANNELS else "127.0.0.1"
+    return Address.parse(address, scheme).host if scheme in CHANNELS else "127.0.0.1"

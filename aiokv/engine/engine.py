@@ -17,12 +17,13 @@ from typing import Literal, Self
 
 import msgspec
 
+from aiokv.control.access import checked_access
 from aiokv.control.address import canonical
 from aiokv.control.base import MAX_FRAME, Channel
+from aiokv.control.choice import channel_at, checked_binding
 from aiokv.control.keys import Keys
 from aiokv.control.tls import Tls
 from aiokv.device.cache import KVCache
-from aiokv.engine.access import checked_access
 from aiokv.engine.arguments import (
     BlockIds,
     block_lists,
@@ -38,8 +39,6 @@ from aiokv.engine.arguments import (
 )
 from aiokv.engine.bell import Bell
 from aiokv.engine.choices import (
-    channel_at,
-    checked_binding,
     checked_ports,
     checked_streams,
     checked_transports,

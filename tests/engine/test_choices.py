@@ -13,13 +13,12 @@ import msgspec
 import pytest
 
 import aiokv
+from aiokv.control.choice import channel_at, checked_binding
 from aiokv.control.streams import StreamChannel
 from aiokv.control.zmq import ZmqChannel
 from aiokv.engine.choices import (
     CUDA_TRANSPORTS,
     TRANSPORTS,
-    channel_at,
-    checked_binding,
     checked_ports,
     checked_streams,
     checked_transports,

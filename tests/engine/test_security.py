@@ -17,9 +17,9 @@ import msgspec
 import pytest
 
 from aiokv import Keys, Tls, TransferEngine
+from aiokv.control.access import checked_access
 from aiokv.control.zmq import ZmqChannel
 from aiokv.device.cache import KVCache
-from aiokv.engine.access import checked_access
 from aiokv.errors import PeerLostError
 from aiokv.proto.messages import (
     Abort,
