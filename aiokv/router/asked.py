@@ -1,0 +1,131 @@
+"""A client's request: what the router has to know of it, and what goes on to the instances.
+
+The body goes on as it came, field by field, also what the router doesn't know; what it sets is named here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from aiokv.router.faults import bad
+
+__all__ = ["Asked", "read"]
+
+#: Under this name the instances are told of the transfer.
+PARAMS = "kv_transfer_params"
+
+_OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MESSAGES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+_MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
+#: Fields of a request whose answer is one token that nobody reads.
+_ONE_TOKEN = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
+#: Fields that make no sense, or would be refused, beside those.
+_LEFT_OUT = ("stream_options", "min_tokens", "n", "best_of", "logprobs", "top_logprobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that can be meant, as far as the router can tell.
+
+    Attributes:
+        fields: The body, each value as it came.
+        chat: Whether it is a chat's.
+        model: Which model is to answer.
+        stream: Whether the answer comes in pieces.
+        prompt: The prompt or the messages, as JSON.
+        tokens: How many tokens the prompt has; 0 where only an instance can tell.
+    """
+
+    fields: dict[str, msgspec.Raw]
+    chat: bool
+    model: str
+    stream: bool
+    prompt: bytes
+    tokens: int
+
+    def for_prefill(self, params: dict[str, object]) -> bytes:
+        """Body for the prefill instance: the same, up to the first token."""
+        body: dict[str, object] = {name: self.fields[name] for name in self.fields if name not in _LEFT_OUT}
+        for name, value in _ONE_TOKEN.items():
+            if name in body or name != "max_completion_tokens":
+                body[name] = value
+        body[PARAMS] = params
+        return msgspec.json.encode(body)
+
+    def for_decode(self, params: dict[str, object]) -> bytes:
+        """Body for the decode instance."""
+        return msgspec.json.encode({**self.fields, PARAMS: params})
+
+
+def read(body: bytes, *, chat: bool) -> Asked:
+    """Read a request's body.
+
+    Raises:
+        Fault: It can't be meant; the fault names the field.
+    """
+    try:
+        fields = _OBJECT.decode(body)
+    except _MALFORMED as error:
+        raise bad(f"the body is not a JSON object: {error}", code="invalid_json") from None
+    model = _field(fields, "model", str, "a string")
+    if model is None:
+        raise bad("model is missing", "model", "missing_required_parameter")
+    stream = _field(fields, "stream", bool | None, "true or false")
+    for name in ("max_tokens", "max_completion_tokens"):
+        limit = _field(fields, name, int | None, "a whole number")
+        if limit is not None and limit < 1:
+            raise bad(f"{name} is at least 1, not {limit}", name)
+    name = "messages" if chat else "prompt"
+    if name not in fields:
+        raise bad(f"{name} is missing", name, "missing_required_parameter")
+    prompt = bytes(fields[name])
+    return Asked(
+        fields=fields,
+        chat=chat,
+        model=model,
+        stream=bool(stream),
+        prompt=prompt,
+        tokens=_checked_messages(prompt) if chat else _checked_prompt(prompt),
+    )
+
+
+def _field(fields: dict[str, msgspec.Raw], name: str, kind: Any, words: str) -> Any:
+    if name not in fields:
+        return None
+    try:
+        return msgspec.json.decode(fields[name], type=kind)
+    except _MALFORMED:
+        raise bad(f"{name} must be {words}", name, "invalid_type") from None
+
+
+def _checked_messages(prompt: bytes) -> int:
+    try:
+        messages = _MESSAGES.decode(prompt)
+        roles = [msgspec.json.decode(each["role"], type=str) for each in messages]
+    except (*_MALFORMED, KeyError):
+        raise bad(
+            "messages must be a list of objects, each with a role", "messages", "invalid_type"
+        ) from None
+    if not roles:
+        raise bad("messages is empty", "messages", "empty_array")
+    return 0
+
+
+def _checked_prompt(prompt: bytes) -> int:
+    """How many tokens it has, where it is given as tokens."""
+    try:
+        found = msgspec.json.decode(prompt, type=str | list[Any])
+    except _MALFORMED:
+        found = None
+    if isinstance(found, str):
+        return 0
+    if found and all(isinstance(each, str) for each in found):
+        return 0
+    if found and all(type(each) is int for each in found):
+        return len(found)
+    if found and all(isinstance(each, list) and all(type(one) is int for one in each) for each in found):
+        return max(map(len, found))
+    raise bad("prompt must be a string, tokens, or a list of those", "prompt", "invalid_type")

@@ -1,0 +1,82 @@
+"""How a router reaches instances: one HTTP session for all, and the attempts that are under way."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Self
+
+import aiohttp
+import msgspec
+
+from aiokv.router.instance import IDENTITY_PATH
+from aiokv.router.registry import Member
+from aiokv.router.settings import RouterSettings
+
+if TYPE_CHECKING:
+    from aiokv.router.attempt import Attempt
+    from aiokv.router.discovery import Discovery
+
+__all__ = ["Wire"]
+
+_IDENTITY = msgspec.json.Decoder(dict[str, str])
+
+
+class Wire:
+    """An async context manager.
+
+    Args:
+        settings: Bounds and times.
+
+    Attributes:
+        session: For all requests to instances; None of aiohttp's own time-outs but the one for connecting.
+        discovery: Whom to tell of an instance that can't be reached, and of aborts; set by the router.
+        attempts: Those under way.
+    """
+
+    session: aiohttp.ClientSession
+    discovery: Discovery
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.attempts: set[Attempt] = set()
+
+    async def __aenter__(self) -> Self:
+        self.session = aiohttp.ClientSession(
+            # No limit: requests were admitted before. Idle connections are kept for less long than servers do.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=10),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.settings.connect),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            skip_auto_headers=("User-Agent", "Accept-Encoding"),
+            headers={"Content-Type": "application/json"},
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.session.close()
+
+    def gone(self, member: Member, why: str) -> None:
+        """An instance is no more; what it was at is told so."""
+        for attempt in tuple(self.attempts):
+            attempt.lost(member, why)
+
+    async def ask(self, member: Member) -> str:
+        """Whether the instance is at the HTTP address that it names; gives why not, or nothing."""
+        headers = {"Authorization": f"Bearer {member.report.token}"}
+        try:
+            async with (
+                asyncio.timeout(self.settings.connect),
+                self.session.get(
+                    member.http + IDENTITY_PATH, headers=headers, allow_redirects=False
+                ) as response,
+            ):
+                said = _IDENTITY.decode(await response.content.read(4096))
+        except TimeoutError:
+            return f"{member.http} doesn't answer within {self.settings.connect:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            return f"{member.http} can't be reached: {error}"
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            return f"{member.http} is no instance of aiokv's"
+        if said.get("incarnation") != member.incarnation.hex():
+            return f"somebody else is at {member.http}"
+        return ""
