@@ -92,7 +92,12 @@ def read(body: bytes, *, chat: bool) -> Asked:
     )
 
 
-def _field(fields: dict[str, msgspec.Raw], name: str, kind: Any, words: str) -> Any:
+def _field(
+    fields: dict[str, msgspec.Raw],
+    name: str,
+    kind: Any,  # noqa: ANN401 (a type, also a union)
+    words: str,
+) -> Any:  # noqa: ANN401 (of that type)
     if name not in fields:
         return None
     try:

@@ -1,7 +1,7 @@
 """One try of a request at one pair of instances: both sides started together, both given up together.
 
-It has one clock (``asyncio.timeout``), which stands for everything that may end it from outside: the deadline,
-silence, and the word that the prefill failed or an instance is gone.
+It has one clock (``asyncio.timeout``), which stands for everything that may end it from outside: the
+deadline, silence, and the word that the prefill failed or an instance is gone.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Head:
 
 
 class Attempt:
-    """An async context manager; leaving it other than normally gives the request up at both instances at once.
+    """An async context manager; left other than normally, it gives the request up at both instances at once.
 
     Args:
         wire: What it is sent by.

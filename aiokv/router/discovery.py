@@ -1,4 +1,4 @@
-"""The router's end of the control channel: hears instances, asks whether they are where they say, tells aborts."""
+"""The router's end of the control channel: hears instances, asks whether they are where they say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from aiokv.control.base import Channel, Port
 from aiokv.errors import AiokvError, RemoteProtocolError
@@ -177,7 +178,9 @@ class Discovery:
         self._set_timer()
 
     def _answer(self, member: Member, line: _Line) -> None:
-        state = "up" if member.verified else "refused" if member.why else "joining"
+        state: Literal["joining", "up", "refused"] = "joining"
+        if member.verified or member.why:
+            state = "up" if member.verified else "refused"
         heard = Heard(self._me, member.incarnation, member.report.number, state, member.why)
         self._say(line.port, heard)
 

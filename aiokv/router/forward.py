@@ -159,7 +159,7 @@ class Forwarder:
         raise failures[-1][0].fault
 
     def _chosen(self, job: Job, failures: list[tuple[Failed, Attempt]]) -> tuple[Member, Member]:
-        """The pair for the next attempt: without those of the last one, or at least without whose fault it was.
+        """The next pair: without those of the last attempt, or at least without whose fault it was.
 
         Raises:
             Fault: There is none.

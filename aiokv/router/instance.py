@@ -58,8 +58,8 @@ class Instance:
     """One server in the router's books; an async context manager.
 
     Entering binds the control channel and begins to report; the server has to be listening. Leaving says
-    goodbye. All of it belongs to the loop that it was entered on. Where the router can't be reached, it goes on
-    reporting: a router that is started later, or again, knows it after one interval.
+    goodbye. All of it belongs to the loop that it was entered on. Where the router can't be reached, it goes
+    on reporting: a router that is started later, or again, knows it after one interval.
 
     Args:
         router: Control address of the router, with its key where there are keys.
@@ -195,7 +195,7 @@ class Instance:
     # -- what the server asks
 
     def identity(self) -> dict[str, str]:
-        """What the server answers, as JSON, to ``GET /aiokv/instance``: shows that it is the one that reports."""
+        """The server's answer, as JSON, to ``GET /aiokv/instance``: that it is the one that reports."""
         return {"incarnation": self.incarnation.hex(), "role": self._report.role}
 
     def authorized(self, header: str | None) -> bool:
@@ -274,7 +274,7 @@ class Instance:
         self._timer = asyncio.get_running_loop().call_later(self._report.interval, self._beat)
         try:
             load = self._load()
-        except Exception:  # the caller's: an instance whose load isn't known is alive all the same
+        except Exception:  # noqa: BLE001 - the caller's: an instance whose load isn't known is alive all the same
             _log.exception("router: the load of this instance can't be told")
             load = self._report.load
         self._report = msgspec.structs.replace(

@@ -1,8 +1,8 @@
 """What router and instances say to each other over the control channel: one MessagePack array a frame.
 
-Nothing here needs a session. A ``Report`` says all there is to know of an instance, so that a lost one is made
-good by the next, and a router that was restarted knows everybody again after one interval. An ``Abort`` is
-said again after the next report until it is answered.
+Nothing here needs a session. A ``Report`` says all there is to know of an instance, so that a lost one is
+made good by the next, and a router that was restarted knows everybody again after one interval. An ``Abort``
+is said again after the next report until it is answered.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ class Selection(Protocol):
 class LeastLoaded:
     """The least loaded instances, but the same prefill instance for prompts that begin alike.
 
-    A prefill instance that has seen a prompt's beginning may have its KV still. Prompts that have their leading
-    blocks in common go to the same one, by consistent hashing: each instance has a rank for each beginning,
-    so that one that comes or goes moves only what is its own. One that has more than its share to do is passed
-    over (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, 2016).
+    A prefill instance that has seen a prompt's beginning may have its KV still. Prompts that have their
+    leading blocks in common go to the same one, by consistent hashing: each instance has a rank for each
+    beginning, so that one that comes or goes moves only what is its own. One that has more than its share to
+    do is passed over (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam, 2016).
 
     Args:
         block: Bytes of JSON in a block.

@@ -85,8 +85,8 @@ class Router:
         for place, known in ((self._at, bool(api_keys)), (self._page_at, False)):
             if place is not None and not (known or insecure or _loopback(place[0])):
                 raise ValueError(
-                    f"{place[0]}:{place[1]} can be reached from other hosts, where anybody could use it: pass "
-                    "API keys (the page has none; put it behind a proxy that asks), or insecure=True"
+                    f"{place[0]}:{place[1]} can be reached from other hosts, where anybody could use it: "
+                    "pass API keys (the page has none; put it behind a proxy that asks), or insecure=True"
                 )
         if channel is None:
             checked_binding(control, advertise)

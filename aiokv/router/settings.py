@@ -17,9 +17,9 @@ class RouterSettings:
         concurrency: Requests that instances work on at once.
         queue: Requests that wait for those, at most; more are answered with 429.
         instances: Instances, at most.
-        deadline: Seconds that a request may take where the client doesn't say; also the most that it may say.
-        first_token: Seconds until the first token; then it is tried elsewhere once, with a new attempt number.
-        between_tokens: Seconds from one piece of a stream to the next, and that a client may take to read one.
+        deadline: Seconds that a request may take where the client doesn't say; also the most it may say.
+        first_token: Seconds until the first token; then it is tried elsewhere once.
+        between_tokens: Seconds from one piece of a stream to the next, and that a client may take for one.
         receive: Seconds that a client may take to send its request.
         connect: Seconds that connecting to an instance may take.
         answer: Bytes of an answer that is no stream, at most.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import prometheus_client as prometheus
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
 from aiokv.router.faults import Fault, unavailable
 
@@ -42,7 +43,6 @@ _SAFE = MappingProxyType(
         "Cache-Control": "no-store",
     }
 )
-_Next = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def clients(forwarder: Forwarder, registry: Registry, keys: Collection[str], most: int) -> web.Application:
@@ -129,44 +129,47 @@ def _health(forwarder: Forwarder, registry: Registry) -> list[web.RouteDef]:
     return [web.get("/healthz", healthz), web.get("/readyz", readyz)]
 
 
-def _answering(keys: Collection[str]) -> Callable[[web.Request, _Next], Awaitable[web.StreamResponse]]:
+def _answering(keys: Collection[str]) -> Middleware:
     known = [f"Bearer {key}".encode() for key in keys]
 
     @web.middleware
-    async def answer(request: web.Request, handler: _Next) -> web.StreamResponse:
+    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if known and request.path.startswith("/v1/") and not _shown(request, known):
                 raise Fault(401, "the API key is missing or wrong", "invalid_api_key")
             return await handler(request)
         except Fault as fault:
-            return web.Response(status=fault.status, body=fault.body, headers=fault.headers)
+            return _told(fault)
         except web.HTTPException as error:
             return _foreign(error)
         except (ConnectionError, web.RequestPayloadError):
             raise  # the client is gone
-        except Exception:
+        except Exception:  # noqa: BLE001 - it ends this request, not the router
             _log.exception("router: %s %s failed", request.method, request.path)
-            fault = Fault(500, "the router failed; its log says why", "internal_error")
-            return web.Response(status=500, body=fault.body, headers=fault.headers)
+            return _told(Fault(500, "the router failed; its log says why", "internal_error"))
 
     return answer
+
+
+def _told(fault: Fault, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
+    return web.Response(status=fault.status, body=fault.body, headers={**headers, **fault.headers})
 
 
 def _shown(request: web.Request, known: list[bytes]) -> bool:
     header = request.headers.get("Authorization", "").encode(errors="replace")
     # All are compared, so that the time tells nothing of which one it nearly was.
-    return any([hmac.compare_digest(header, each) for each in known])
+    return any([hmac.compare_digest(header, each) for each in known])  # noqa: C419
 
 
 def _foreign(error: web.HTTPException) -> web.Response:
-    """aiohttp's own answers, in OpenAI's shape."""
+    """What aiohttp answers by itself, in OpenAI's shape."""
     words = {404: "there is no such page", 405: "this method is not allowed here"}
     codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
     fault = Fault(error.status, words.get(error.status, error.reason), codes.get(error.status, "http_error"))
     kept = {name: error.headers[name] for name in ("Allow",) if name in error.headers}
-    return web.Response(status=error.status, body=fault.body, headers={**kept, **fault.headers})
+    return _told(fault, kept)
 
 
-def _json(data: object, headers: object = MappingProxyType({})) -> web.Response:
-    given = dict(headers) if isinstance(headers, MappingProxyType) else {}
-    return web.Response(body=msgspec.json.encode(data), headers={**given, "Content-Type": "application/json"})
+def _json(data: object, headers: Mapping[str, str] = MappingProxyType({})) -> web.Response:
+    kind = {"Content-Type": "application/json"}
+    return web.Response(body=msgspec.json.encode(data), headers={**headers, **kind})

@@ -42,7 +42,7 @@ class Wire:
 
     async def __aenter__(self) -> Self:
         self.session = aiohttp.ClientSession(
-            # No limit: requests were admitted before. Idle connections are kept for less long than servers do.
+            # No limit: requests were admitted before. Idle connections are kept less long than servers do.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=10),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.settings.connect),
             cookie_jar=aiohttp.DummyCookieJar(),

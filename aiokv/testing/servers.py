@@ -1,6 +1,6 @@
-"""Servers without a model, for tests of a router: they register, answer tokens at a pace, and misbehave when told.
+"""Servers without a model, for tests of a router: they register, answer at a pace, and misbehave when told.
 
-    async with ScriptedServer(router.control, "prefill") as prefill, ScriptedServer(router.control, "decode"):
+    async with ScriptedServer(control, "prefill") as prefill, ScriptedServer(control, "decode"):
         prefill.mode = "hang"
 
 Needs ``pip install 'aiokv[router]'``.
@@ -22,9 +22,10 @@ from aiokv.router.messages import Load, Role
 
 __all__ = ["Mode", "ScriptedServer", "Seen"]
 
-#: What a server does with the next requests: ``hang`` never answers, ``fail`` answers 500, ``refuse`` 400, ``busy``
-#: 429, ``cut`` ends the connection (a decode after two tokens), ``stop`` sends two tokens and no more, ``end`` ends a
-#: stream before its ``[DONE]``, ``error`` answers 200 and an error as the first event, ``nonsense`` what is no event.
+#: What a server does with the next requests: ``hang`` never answers, ``fail`` answers 500, ``refuse`` 400,
+#: ``busy`` 429, ``cut`` ends the connection (a decode after two tokens), ``stop`` sends two tokens and no
+#: more, ``end`` ends a stream before its ``[DONE]``, ``error`` answers 200 and an error as the first event,
+#: ``nonsense`` what is no event.
 Mode = Literal["answer", "hang", "fail", "refuse", "busy", "cut", "stop", "end", "error", "nonsense"]
 
 
@@ -75,7 +76,7 @@ class ScriptedServer:
         tokens: int = 4,
         pace: float = 0.0,
         interval: float = 0.05,
-        **options: Any,
+        **options: Any,  # noqa: ANN401 (the instance's own)
     ) -> None:
         self._router, self._role = router, role
         self._tokens, self._pace, self._interval = tokens, pace, interval
