@@ -1,0 +1,384 @@
+"""What the host tier holds: which block is where, which may go, and who uses it. No I/O, no clock, no loop.
+
+A block of the tier has a place in its pool. It is *pending* while it is written there, *ready* afterwards,
+and counted by those who use it (``pins``). It can go when it is ready, nobody uses it, and no block is there
+that continues it: so the tail of a prefix goes before its head, whatever the policy and whatever was stored
+first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from aiokv.errors import LocalProtocolError
+from aiokv.offload.places import FreePlaces, ascending
+from aiokv.offload.policies import Admission, Key, Lru, Policy
+
+__all__ = ["BlockTable", "Offered"]
+
+
+@dataclass(slots=True)
+class Offered:
+    """What became of blocks that were offered, by their index in the call.
+
+    Attributes:
+        new: What is to be written now, in order: index, and place in the pool.
+        pending: What others are writing at the moment: index and place.
+        kept: Blocks of the prefix that are there, or will be once ``new`` and ``pending`` are.
+        refused: Blocks behind it: not admitted, or no room, as all else is in use.
+        evicted: Keys that had to go.
+    """
+
+    new: list[tuple[int, int]] = field(default_factory=list)
+    pending: list[tuple[int, int]] = field(default_factory=list)
+    kept: int = 0
+    refused: int = 0
+    evicted: list[Key] = field(default_factory=list)
+
+
+class BlockTable:
+    """The tier's index. All calls are made from one thread, and each leaves it whole.
+
+    Args:
+        policy: Orders what may go.
+        admission: Says which new blocks get a place; None: all.
+        removed: Told the keys of blocks that went, and why: ``"evicted"``, ``"dropped"`` or ``"reset"``.
+        distrusted: Told of a policy or filter that raised, or did what it mustn't; an ``Lru`` took its place,
+            or no filter.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        admission: Admission | None = None,
+        removed: Callable[[Sequence[Key], str], None] | None = None,
+        distrusted: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self._policy = policy
+        self._admission = admission
+        self._on_removed = removed
+        self._on_distrusted = distrusted
+        self._places: dict[Key, int] = {}
+        self._free = FreePlaces()
+        #: All of these by place. The key is None where nothing is, or where it was dropped while in use.
+        self._keys: list[Key | None] = []
+        self._pins: list[int] = []
+        self._pending = bytearray()
+        #: How many blocks continue each one.
+        self._followers = array("i")
+        #: The place of the block that each one continues, -1 if it isn't there.
+        self._parents = array("q")
+        #: Places that are pending, and places that are in use (pending ones count).
+        self.pending = 0
+        self.in_use = 0
+
+    # -- what there is
+
+    def __len__(self) -> int:
+        """Blocks that can be found, pending ones included."""
+        return len(self._places)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._places
+
+    @property
+    def capacity(self) -> int:
+        """Places there are."""
+        return len(self._keys)
+
+    @property
+    def free(self) -> int:
+        """Places with nothing in them."""
+        return len(self._free)
+
+    @property
+    def policy(self) -> Policy:
+        """What orders the blocks now."""
+        return self._policy
+
+    def key_at(self, place: int) -> Key | None:
+        """What is in a place; None if nothing, or what was dropped while in use."""
+        return self._keys[place]
+
+    def ready(self, place: int) -> bool:
+        """Whether what is in a place is written, and still what its key names."""
+        return self._keys[place] is not None and not self._pending[place]
+
+    def grow(self, count: int) -> None:
+        """So many places more."""
+        first = len(self._keys)
+        self._keys.extend([None] * count)
+        self._pins.extend([0] * count)
+        self._pending.extend(bytes(count))
+        self._followers.extend([0] * count)
+        self._parents.extend([-1] * count)
+        self._free.give(range(first, first + count))
+
+    # -- use
+
+    def lookup(self, keys: Sequence[Key]) -> list[int]:
+        """Places of the longest prefix that is there, or being written; each is in use until released.
+
+        Raises:
+            ValueError: A key stands twice: it can't be a prefix.
+        """
+        found: list[int] = []
+        get = self._places.get
+        for key in keys:
+            place = get(key, -1)
+            if place < 0:
+                break
+            found.append(place)
+        if len(set(found)) != len(found):
+            raise ValueError("a hash stands twice in one lookup")
+        self.pin(found)
+        if found:
+            self._tell(lambda policy: policy.used(found, hit=True))
+        return found
+
+    def pin(self, places: Sequence[int]) -> None:
+        """Use blocks that are in use already, or found just now."""
+        pins, fresh = self._pins, 0
+        for place in places:
+            count = pins[place]
+            if not count:
+                fresh += 1
+            pins[place] = count + 1
+        self.in_use += fresh
+
+    def release(self, places: Sequence[int]) -> None:
+        """Use blocks no longer.
+
+        Raises:
+            LocalProtocolError: One isn't in use.
+        """
+        pins, followers, keys = self._pins, self._followers, self._keys
+        idle: list[int] = []
+        gone: list[int] = []
+        for place in places:
+            count = pins[place] - 1
+            if count < 0:
+                raise LocalProtocolError(f"place {place} of the host tier was released more often than used")
+            pins[place] = count
+            if not count:
+                self.in_use -= 1
+                if keys[place] is None:
+                    gone.append(place)
+                elif not followers[place]:
+                    idle.append(place)
+        if gone:
+            self._free.give(gone)
+        if idle:
+            self._tell(lambda policy: policy.idle(idle))
+
+    # -- storing
+
+    def offer(self, keys: Sequence[Key], parent: Key | None = None) -> Offered:
+        """Find places for those blocks of a prefix that aren't there, as far from the first as there is room.
+
+        Every one in ``new`` is pending until ``finish``. What is offered, and what it continues, is not
+        evicted for it.
+
+        Args:
+            keys: Each continues the one before.
+            parent: What the first one continues.
+
+        Raises:
+            ValueError: A key stands twice.
+        """
+        if len(set(keys)) != len(keys):
+            raise ValueError("a hash stands twice in one store")
+        get = self._places.get
+        places = [get(key, -1) for key in keys]
+        there = [place for place in places if place >= 0]
+        before = get(parent, -1) if parent is not None else -1
+        lacking = [index for index, place in enumerate(places) if place < 0] if there else range(len(keys))
+        found = Offered()
+        wanted = self._admitted(keys if not there else [keys[index] for index in lacking])
+        held = [*there, before] if before >= 0 else there
+        self.pin(held)
+        try:
+            if there:
+                self._tell(lambda policy: policy.used(there, hit=False))
+            if wanted > len(self._free):
+                found.evicted = self._evict(wanted - len(self._free))
+            room = min(wanted, len(self._free))
+            found.kept = lacking[room] if room < len(lacking) else len(keys)
+            found.refused = len(keys) - found.kept
+            new = lacking[:room]
+            taken = self._free.take(room)
+            for index, place in zip(new, taken, strict=True):
+                places[index] = place
+            if there:
+                pending = self._pending
+                found.pending = [
+                    (index, place)
+                    for index, place in enumerate(places[: found.kept])
+                    if place >= 0 and pending[place]
+                ]
+            found.new = list(zip(new, taken, strict=True))
+            self._put(keys if room == len(keys) else [keys[index] for index in new], taken)
+            self._link(places, new, before)
+        finally:
+            self.release(held)
+        return found
+
+    def finish(self, places: Sequence[int], *, ok: bool) -> None:
+        """What was to be written is: it can be read from now on. Or it isn't, and is gone."""
+        pending = self._pending
+        for place in places:
+            pending[place] = 0
+        self.pending -= len(places)
+        if not ok:
+            self.drop(places, "dropped")
+        self.release(places)
+
+    def drop(self, places: Iterable[int], why: str = "dropped") -> list[Key]:
+        """Blocks that nobody is to find any more. Those in use keep their place until they aren't."""
+        gone = [place for place in places if self._keys[place] is not None]
+        keys = [key for place in gone if (key := self._keys[place]) is not None]
+        self._forget(gone, keys, why)
+        return keys
+
+    def reset(self) -> int:
+        """Drop all; how many there were."""
+        return len(self.drop(list(self._places.values()), "reset"))
+
+    # -- inside
+
+    def _put(self, keys: Sequence[Key], places: Sequence[int]) -> None:
+        """Enter new blocks, pending and in use by whoever writes them."""
+        self._places.update(zip(keys, places, strict=True))
+        at = 0
+        for first, length in ascending(places):
+            behind = first + length
+            self._keys[first:behind] = keys[at : at + length]
+            self._pins[first:behind] = [1] * length
+            self._pending[first:behind] = b"\1" * length
+            at += length
+        self.pending += len(places)
+        self.in_use += len(places)
+        if places:
+            self._tell(lambda policy: policy.stored(places, keys))
+
+    def _link(self, places: Sequence[int], new: Sequence[int], before: int) -> None:
+        """Say of each new block which one it continues."""
+        parents, followers = self._parents, self._followers
+        for index in new:
+            parent = places[index - 1] if index else before
+            parents[places[index]] = parent
+            if parent >= 0:
+                followers[parent] += 1
+
+    def _evict(self, count: int) -> list[Key]:
+        """Make so many places free, or as many as can be."""
+        taken: list[int] = []
+        keys: list[Key] = []
+        try:
+            self._choose(count, taken, keys)
+        except Exception as error:  # noqa: BLE001 - whatever a policy does, it costs hits and nothing else
+            for place, key in zip(taken, keys, strict=True):
+                self._keys[place] = key
+                if (parent := self._parents[place]) >= 0:
+                    self._followers[parent] += 1
+            self._distrust(error)
+            return []
+        for key in keys:
+            del self._places[key]
+        self._free.give(taken)
+        self._gone(taken, keys, "evicted")
+        return keys
+
+    def _choose(self, count: int, taken: list[int], gone: list[Key]) -> None:
+        pins, followers, keys, parents = self._pins, self._followers, self._keys, self._parents
+        policy, places, patience = self._policy, len(self._keys), 2 * len(self._keys) + 64
+        for victim in policy.victims():
+            place = victim
+            if not 0 <= place < places:
+                raise LocalProtocolError(f"the policy would evict block {place} of {places}")
+            while True:
+                key = keys[place]
+                if key is None or pins[place] or followers[place]:
+                    patience -= 1
+                    if not patience:
+                        raise LocalProtocolError("the policy goes on naming blocks that can't go")
+                    break
+                keys[place] = None
+                taken.append(place)
+                gone.append(key)
+                parent = parents[place]
+                last = True
+                if parent >= 0:
+                    left = followers[parent] - 1
+                    followers[parent] = left
+                    last = left > 0 or pins[parent] > 0 or not policy.freed(parent)
+                if len(taken) == count:
+                    if not last:
+                        policy.idle((parent,))  # it is next, another time
+                    return
+                if last:
+                    break
+                place = parent
+
+    def _forget(self, places: Sequence[int], keys: Sequence[Key], why: str) -> None:
+        """Take blocks out of the index, some of which may be in use or continued; free the others' places."""
+        if not places:
+            return
+        parents, followers = self._parents, self._followers
+        for place, key in zip(places, keys, strict=True):
+            del self._places[key]
+            self._keys[place] = None
+        idle: list[int] = []
+        for place in places:
+            parent = parents[place]
+            parents[place] = -1
+            if parent >= 0:
+                followers[parent] -= 1
+                if not followers[parent] and not self._pins[parent] and self._keys[parent] is not None:
+                    idle.append(parent)
+        for place in places:
+            if followers[place]:
+                # Rare: what continues it stays, and continues nothing. Its place will be another block's.
+                links = np.frombuffer(parents, np.int64)
+                links[links == place] = -1
+                followers[place] = 0
+        self._gone(places, keys, why)
+        if idle:
+            self._tell(lambda policy: policy.idle(idle))
+        self._free.give([place for place in places if not self._pins[place]])
+
+    def _gone(self, places: Sequence[int], keys: Sequence[Key], why: str) -> None:
+        self._tell(lambda policy: policy.removed(places, keys, evicted=why == "evicted"))
+        if self._on_removed is not None:
+            self._on_removed(keys, why)
+
+    def _admitted(self, keys: Sequence[Key]) -> int:
+        if self._admission is None or not keys:
+            return len(keys)
+        try:
+            return max(0, min(int(self._admission.admit(keys)), len(keys)))
+        except Exception as error:  # noqa: BLE001 - it costs places and nothing else
+            self._admission = None
+            if self._on_distrusted is not None:
+                self._on_distrusted(error)
+            return len(keys)
+
+    def _tell(self, what: Callable[[Policy], None]) -> None:
+        try:
+            what(self._policy)
+        except Exception as error:  # noqa: BLE001 - whatever a policy does, it costs hits and nothing else
+            self._distrust(error)
+
+    def _distrust(self, error: Exception) -> None:
+        """Go on with a policy that is known to work, and all that may go."""
+        self._policy = policy = Lru()
+        there = list(self._places.items())
+        policy.stored([place for _, place in there], [key for key, _ in there])
+        policy.idle([place for _, place in there if not self._pins[place] and not self._followers[place]])
+        if self._on_distrusted is not None:
+            self._on_distrusted(error)
