@@ -2,17 +2,19 @@
 
 What is submitted can't be taken back, and submitting takes time of the event loop. So a long copy is
 submitted for the device's budget in one turn and goes on in the next, and in each turn what somebody
-waits for (loads) goes before what nobody does (stores).
+waits for (loads) goes before what nobody does (stores). Where a window is given, no more bytes of a
+kind are in flight, so that what is urgent, or given up, doesn't come after all that was asked for before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
 
 from aiokv.device.base import Buffer, Device, Event, Stream
+from aiokv.device.poller import CompletionPoller
 from aiokv.errors import AiokvError, ClosedError, DeviceError
 from aiokv.proto.plan import Chunk, CopyPlan
 
@@ -29,12 +31,22 @@ class Submission:
         src: Sequence[Buffer],
         dst: Sequence[Buffer],
         stream: Stream,
+        *,
+        urgent: bool,
+        after: Event | None,
+        then: Callable[[Submission], None] | None,
     ) -> None:
         self._plan = plan
         self._chunks = chunks
+        self._chunk: Chunk | None = next(chunks, None)
         self._src, self._dst = src, dst
-        self._stream = stream
+        self._then = then
         self._bell = asyncio.Event()
+        self._last: Event | None = None
+        self.stream = stream
+        self.urgent = urgent
+        #: What the stream waits for, which isn't of our doing; None if nothing.
+        self.after = after
         #: Covers all that was submitted; None until nothing more will be.
         self.event: Event | None = None
         #: Why it ended early; None while it didn't.
@@ -46,6 +58,19 @@ class Submission:
     def over(self) -> bool:
         """Whether nothing more will be submitted."""
         return self._bell.is_set()
+
+    @property
+    def held_up(self) -> bool:
+        """Whether what is submitted waits for what is not of our doing."""
+        if self.after is None:
+            return False
+        try:
+            if not self.after.done():
+                return True
+        except DeviceError:  # its own event tells
+            pass
+        self.after = None
+        return False
 
     def cancel(self) -> None:
         """Submit nothing more. What was submitted is in flight until ``event`` is done."""
@@ -68,26 +93,31 @@ class Submission:
             raise DeviceError("nothing tells when the copies are over")
         return self.event
 
-    def step(self, device: Device) -> bool:
-        """Submit one chunk; whether there may be more. Called by ``Submissions``."""
-        if self.over:
-            return False
-        chunk = next(self._chunks, None)
-        if chunk is None:
+    def step(self, device: Device) -> tuple[Event, int] | None:
+        """Submit one chunk; the point behind it, and its bytes. Called by ``Submissions``."""
+        chunk = self._chunk
+        if self.over or chunk is None:
             self._end(None)
-            return False
+            return None
         try:
-            device.copy(self._plan, chunk, self._src, self._dst, stream=self._stream)
+            device.copy(self._plan, chunk, self._src, self._dst, stream=self.stream)
+            self._last = self.stream.record()
         except AiokvError as error:
+            self._last = None  # a part may have been enqueued
             self._end(error)
-            return False
+            return None
         except Exception as error:  # noqa: BLE001 - a mistake in one copy stops no other
             failure = DeviceError(f"{chunk} could not be submitted: {error!r}")
             failure.__cause__ = error
+            self._last = None
             self._end(failure)
-            return False
+            return None
         self.nbytes += chunk.nbytes
-        return True
+        self._chunk = next(self._chunks, None)
+        made = self._last, chunk.nbytes
+        if self._chunk is None:
+            self._end(None)
+        return made
 
     def close(self) -> None:
         """End it because the whole is closed. Called by ``Submissions``."""
@@ -98,10 +128,12 @@ class Submission:
             return
         self.error = error
         try:
-            self.event = self._stream.record()
+            self.event = self._last or self.stream.record()
         except AiokvError as failure:
             self.error = error or failure
         self._bell.set()
+        if self._then is not None:
+            self._then(self)
 
 
 class Submissions:
@@ -110,6 +142,9 @@ class Submissions:
     Args:
         device: What copies.
         loop: Whose turns are used.
+        poller: Tells when copies are over, where there is a window.
+        window_bytes: How much may be in flight of what is urgent, and as much of what is not; None: no limit.
+            What waits for a stream of the caller's doesn't count.
         clock: The time (ns).
     """
 
@@ -118,18 +153,32 @@ class Submissions:
         device: Device,
         loop: asyncio.AbstractEventLoop,
         *,
+        poller: CompletionPoller | None = None,
+        window_bytes: int | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._device = device
         self._loop = loop
+        self._poller = poller
+        self._window = window_bytes if poller is not None else None
         self._clock = clock
-        self._loads: deque[Submission] = deque()
-        self._stores: deque[Submission] = deque()
+        #: By whether they are urgent: those with something to submit, the first to be served first.
+        self._queues: dict[bool, list[tuple[int, int, Submission]]] = {True: [], False: []}
+        self._in_flight = {True: 0, False: 0}
+        self._made = 0
         self._turn: asyncio.Handle | None = None
 
     def __len__(self) -> int:
         """Copies of which something is still to be submitted."""
-        return len(self._loads) + len(self._stores)
+        return self.queued(urgent=True) + self.queued(urgent=False)
+
+    def queued(self, *, urgent: bool) -> int:
+        """Those of one kind."""
+        return sum(not submission.over for _, _, submission in self._queues[urgent])
+
+    def in_flight(self, *, urgent: bool) -> int:
+        """Bytes of one kind that were submitted and are not over, as they count in the window."""
+        return self._in_flight[urgent]
 
     def add(
         self,
@@ -140,6 +189,9 @@ class Submissions:
         *,
         stream: Stream,
         urgent: bool,
+        priority: int = 0,
+        after: Event | None = None,
+        then: Callable[[Submission], None] | None = None,
     ) -> Submission:
         """Have chunks submitted, from the next turn of the loop on.
 
@@ -150,31 +202,80 @@ class Submissions:
             dst: The destination's.
             stream: What orders them.
             urgent: Somebody waits for it (a load): it goes before all that is not.
+            priority: Of those alike the higher goes first, and then the one that came first.
+            after: What the stream was made to wait for.
+            then: Called once, when nothing more will be submitted.
         """
-        made = Submission(plan, iter(chunks), src, dst, stream)
-        (self._loads if urgent else self._stores).append(made)
+        made = Submission(plan, iter(chunks), src, dst, stream, urgent=urgent, after=after, then=then)
+        self._made += 1
+        heappush(self._queues[urgent], (-priority, self._made, made))
         self._schedule()
         return made
+
+    def promote(self, submission: Submission) -> None:
+        """Somebody waits for it now."""
+        if submission.urgent or submission.over:
+            return
+        calm = self._queues[False]
+        for entry in calm:
+            if entry[2] is submission:
+                calm.remove(entry)
+                heapify(calm)
+                submission.urgent = True
+                heappush(self._queues[True], entry)
+                self._schedule()
+                return
 
     def close(self) -> None:
         """Submit nothing more; whoever waits gets ClosedError. May be called twice."""
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
-        for queue in (self._loads, self._stores):
+        for queue in self._queues.values():
             while queue:
-                queue.popleft().close()
+                heappop(queue)[2].close()
 
     def _schedule(self) -> None:
-        if self._turn is None and (self._loads or self._stores):
+        if self._turn is None and self._first() is not None:
             self._turn = self._loop.call_soon(self._submit)
+
+    def _first(self) -> Submission | None:
+        """The next to be served; None while there is none, or the window is full."""
+        for urgent, queue in self._queues.items():
+            while queue and queue[0][2].over:
+                heappop(queue)
+            if queue and (self._window is None or self._in_flight[urgent] < self._window):
+                return queue[0][2]
+        return None
 
     def _submit(self) -> None:
         self._turn = None
         until = self._clock() + int(self._device.budget_s * 1e9)
-        while queue := self._loads or self._stores:
-            if not queue[0].step(self._device):
-                queue.popleft()
+        while (submission := self._first()) is not None:
+            made = submission.step(self._device)
+            if made is not None:
+                self._count(submission, *made)
             if self._clock() >= until:
                 break
         self._schedule()
+
+    def _count(self, submission: Submission, event: Event, nbytes: int) -> None:
+        """So many bytes are in flight until ``event``."""
+        poller, urgent = self._poller, submission.urgent
+        if poller is None or self._window is None or submission.held_up:
+            return
+        try:
+            if event.done():
+                return
+        except DeviceError:  # whoever watches the whole hears of it
+            return
+
+        def over(_: AiokvError | None) -> None:
+            self._in_flight[urgent] -= nbytes
+            self._schedule()
+
+        self._in_flight[urgent] += nbytes
+        try:
+            poller.watch(event, submission.stream, over)
+        except ClosedError:
+            self._in_flight[urgent] -= nbytes
