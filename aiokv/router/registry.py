@@ -2,7 +2,8 @@
 
 An instance is a member from its first report on. It is given requests once it was found at the HTTP
 address that it names, and until it says BYE or was silent for three of its own intervals. Time is a monotonic
-clock's, in nanoseconds; whoever owns the registry sweeps it when ``next_at`` says so, also when nobody reports.
+clock's, in nanoseconds; whoever owns the registry sweeps it when ``next_at`` says so, also when nobody
+reports.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import aiohttp
 import pytest
@@ -16,6 +17,12 @@ async def came(*servers: ScriptedServer) -> None:
     """Until each of them has a request."""
     for server in servers:
         await server.came.wait()
+
+
+async def until(true: Callable[[], bool]) -> None:
+    """Wait for what nobody tells of."""
+    while not true():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
 
 
 async def aborted(server: ScriptedServer) -> None:
@@ -220,8 +227,7 @@ async def test_beyond_the_queue_429_with_retry_after() -> None:
         first = asyncio.ensure_future(site.post())
         await came(*site.servers)
         second = asyncio.ensure_future(site.post())
-        while site.router._forwarder.admission.waiting < 1:
-            await asyncio.sleep(0.01)
+        await until(lambda: site.router._forwarder.admission.waiting == 1)
         url = site.router.http + "/v1/completions"
         async with site.client.post(url, json={"model": "scripted", "prompt": "x"}) as response:
             assert response.status == 429
@@ -235,10 +241,11 @@ async def test_beyond_the_queue_429_with_retry_after() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.one_loop
 async def test_a_slow_reader_is_cut_off_and_costs_no_memory() -> None:
     async with routed(settings={"between_tokens": 0.4}, tokens=100_000) as site:
         host, port = site.router.http.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
         body = json.dumps({"model": "scripted", "prompt": "x", "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         writer.write(head + body)
@@ -263,6 +270,5 @@ async def test_aborts_are_said_again_until_they_are_answered(pair: Routed) -> No
 
     decode.instance._on_abort = deaf  # type: ignore[method-assign]
     discovery.abort(member, "some", 1, "why")
-    while discovery._lines[member.incarnation].owed:
-        await asyncio.sleep(0.02)
+    await until(lambda: not discovery._lines[member.incarnation].owed)
     assert seen == [("some", 1)] * 3

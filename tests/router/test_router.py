@@ -32,8 +32,8 @@ async def test_a_stream_comes_event_by_event(pair: Routed) -> None:
 @pytest.mark.asyncio
 async def test_both_sides_get_the_body_as_it_came_but_for_what_is_set(pair: Routed) -> None:
     body = (
-        b'{"model": "scripted", "prompt": "\\u00e9", "temperature": 0.10, "max_tokens": 40, "stream": true, '
-        b'"stream_options": {"include_usage": true}, "own": {"a": [1e2, null]}, "kv_transfer_params": "forged"}'
+        b'{"model": "scripted", "prompt": "\\u00e9", "temperature": 0.10, "max_tokens": 40, "stream": true,'
+        b'"stream_options": {"include_usage": true}, "own": {"a": [1e2, null]}, "kv_transfer_params": "x"}'
     )
     async with pair.client.post(pair.router.http + "/v1/completions", data=body) as response:
         await response.read()
