@@ -1,0 +1,151 @@
+"""One batch on its way through its rounds: decisions without a loop, a clock or a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiokv.errors import AiokvError
+from aiokv.ranks.outcomes import Failed, Hit, Miss, Outcome, Severity
+from aiokv.ranks.units import Blocks, Tokens
+from aiokv.ranks.vector import HEADER, REQUESTS, Header, Lanes, compared, encoded, hashed
+
+__all__ = ["Agreement"]
+
+_NOTHING = Lanes(np.zeros(0, np.int32), np.zeros(0, np.int32), 0)
+
+
+class Agreement:
+    """What one rank brings, and what has come of it so far.
+
+    A batch that can't be agreed on is taken all the same, and told to the others, who would wait otherwise.
+
+    Args:
+        outcomes: Of this rank, for each request.
+        keys: What the requests are; None where the caller doesn't say.
+        batch: Its number.
+        rank: Of this process.
+        world: Ranks of the group.
+
+    Attributes:
+        batch: Its number, as this rank counts.
+        fault: Why this rank's batch can't be agreed on; None where it can.
+        error: Why the ranks didn't agree; None where they did, or as long as they might.
+    """
+
+    def __init__(
+        self,
+        outcomes: Sequence[Outcome],
+        keys: Iterable[bytes] | None,
+        *,
+        batch: int,
+        rank: int,
+        world: int,
+    ) -> None:
+        self.fault: Exception | None = None
+        self.error: AiokvError | None = None
+        self.batch = batch
+        #: How many batches another rank counted more than this one; 0 before the reduction.
+        self.ahead = 0
+        self._rank, self._world = rank, world
+        self._outcomes: Sequence[Outcome] = ()
+        self._lanes, self._hashes = _NOTHING, (0, 0)
+        try:
+            self._outcomes = tuple(outcomes)
+            self._lanes = encoded(self._outcomes)
+            self._hashes = hashed(keys, len(self._outcomes))
+        except Exception as error:  # noqa: BLE001 - raised once the other ranks know
+            self.fault = error
+        size = len(self._outcomes)
+        self._counts = np.zeros(size, np.int32)
+        self._severities = np.zeros(size, np.int32)
+        self._round = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to agree on, and so nothing to be sent."""
+        return not self._outcomes and self.fault is None
+
+    @property
+    def size(self) -> int:
+        """Requests."""
+        return len(self._outcomes)
+
+    @property
+    def rounds(self) -> int:
+        """Reductions that are over."""
+        return self._round
+
+    def write(self, vector: NDArray[np.int32]) -> None:
+        """Put what is to be reduced next into the vector."""
+        self._header().write(vector)
+        vector[HEADER:] = 0
+        if self.fault is None:
+            part = self._part()
+            count = len(self._lanes.counts[part])
+            vector[HEADER : HEADER + count] = self._lanes.counts[part]
+            vector[HEADER + REQUESTS : HEADER + REQUESTS + count] = self._lanes.severities[part]
+
+    def read(self, vector: NDArray[np.int32]) -> bool:
+        """Take the reduced vector; whether another round has to follow.
+
+        Raises:
+            DeviceError: It isn't the minimum over all ranks.
+        """
+        finding = compared(vector, self._header())
+        self.ahead, self.error = finding.batch - self.batch, finding.error
+        part = self._part()
+        self._round += 1
+        if self.error is not None or self.fault is not None:
+            return False
+        count = len(self._counts[part])
+        self._counts[part] = vector[HEADER : HEADER + count]
+        self._severities[part] = vector[HEADER + REQUESTS : HEADER + REQUESTS + count]
+        return self._round * REQUESTS < len(self._outcomes)
+
+    def agreed(self) -> list[Outcome]:
+        """What all ranks came to, request by request.
+
+        Raises:
+            Exception: Why this rank's batch can't be agreed on.
+            AiokvError: Why the ranks didn't agree.
+        """
+        if self.fault is not None:
+            raise self.fault
+        if self.error is not None:
+            raise self.error
+        lanes = zip(self._outcomes, self._counts.tolist(), self._severities.tolist(), strict=True)
+        return [_joint(own, count, severity) for own, count, severity in lanes]
+
+    def _header(self) -> Header:
+        return Header(
+            batch=self.batch,
+            round=self._round,
+            size=len(self._outcomes),
+            hashes=self._hashes,
+            unit=self._lanes.unit,
+            rank=self._rank,
+            world=self._world,
+            faulty=self.fault is not None,
+        )
+
+    def _part(self) -> slice:
+        return slice(self._round * REQUESTS, (self._round + 1) * REQUESTS)
+
+
+def _joint(own: Outcome, count: int, severity: int) -> Outcome:
+    """What a request comes to, by its lanes; ``own`` is what this rank found."""
+    if severity:
+        return Failed(Severity(-severity))
+    if not count:
+        return Miss()
+    # A count of all ranks is one of this rank, too, and of the same unit.
+    held = cast("Hit", own).held
+    return own if held.count == count else Hit(_of(held, count))
+
+
+def _of(held: Blocks | Tokens, count: int) -> Blocks | Tokens:
+    return Blocks(count) if isinstance(held, Blocks) else Tokens(count)
