@@ -16,8 +16,8 @@ import numpy as np
 from aiokv.device.base import Buffer, Stream
 from aiokv.device.cudacosts import CopyCosts
 from aiokv.device.cudaends import End, Extents, Fragments, Move, checked, packed, strided
-from aiokv.device.cudakernels import Kernels, Side
-from aiokv.device.cudamemory import PinnedBuffer, allocate
+from aiokv.device.cudakernels import Kernels, Offsets, Side
+from aiokv.device.cudamemory import CudaBuffer, PinnedBuffer, allocate
 from aiokv.device.cudaoffsets import OffsetStore
 from aiokv.device.cudaring import Ring
 from aiokv.device.cudastream import CudaContext, CudaStream
@@ -75,8 +75,8 @@ class CopyEngine:
     ) -> None:
         """See ``CudaDevice.copy``."""
         copy = checked(plan, chunk)
-        here = strided(src, copy.src_buffer, copy.src_base, copy.section.src_reach)
-        there = strided(dst, copy.dst_buffer, copy.dst_base, copy.section.dst_reach)
+        here = strided(src, copy.src, copy.section.src_reach)
+        there = strided(dst, copy.dst, copy.section.dst_reach)
         self._move(copy, chunk, here, there, stream)
 
     def gather(
@@ -90,8 +90,8 @@ class CopyEngine:
     ) -> None:
         """See ``CudaDevice.gather``."""
         copy = checked(plan, chunk)
-        here = strided(src, copy.src_buffer, copy.src_base, copy.section.src_reach)
-        self._move(copy, chunk, here, packed(staging, offset, chunk.nbytes), stream)
+        here = strided(src, copy.src, copy.section.src_reach)
+        self._move(copy, chunk, here, packed(staging, offset, len(copy.src), chunk.nbytes), stream)
 
     def scatter(
         self,
@@ -104,8 +104,8 @@ class CopyEngine:
     ) -> None:
         """See ``CudaDevice.scatter``."""
         copy = checked(plan, chunk)
-        there = strided(dst, copy.dst_buffer, copy.dst_base, copy.section.dst_reach)
-        self._move(copy, chunk, packed(staging, offset, chunk.nbytes), there, stream)
+        there = strided(dst, copy.dst, copy.section.dst_reach)
+        self._move(copy, chunk, packed(staging, offset, len(copy.dst), chunk.nbytes), there, stream)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -117,13 +117,16 @@ class CopyEngine:
     def _move(self, copy: Copy, chunk: Chunk, src: End, dst: End, stream: Stream) -> None:
         if not isinstance(stream, CudaStream) or stream.ordinal != self._context.ordinal:
             raise DeviceError(f"{stream!r} is no stream of CUDA device {self._context.ordinal}")
-        if isinstance(dst.memory, PinnedBuffer) and dst.memory.readonly:
-            raise DeviceError(f"{dst.memory!r} can only be read")
+        if dst.on_host:
+            for memory in dst.memory:
+                if isinstance(memory, PinnedBuffer) and memory.readonly:
+                    raise DeviceError(f"{memory!r} can only be read")
         self._context.check()
-        fragments = self._fragments.get(copy.section)
+        section = copy.section
+        fragments = self._fragments.get(section)
         if fragments is None:
-            fragments = self._fragments[copy.section] = Fragments(copy.section)
-        self.run(Move(copy, chunk.lo, chunk.hi, src, dst, fragments), stream)
+            fragments = self._fragments[section] = Fragments(section)
+        self.run(Move(section, chunk.lo, chunk.hi, src, dst, fragments), stream)
 
     def run(self, move: Move, stream: CudaStream, path: str | None = None) -> None:
         """Enqueue a move.
@@ -166,7 +169,7 @@ class CopyEngine:
         if self._context.cuda.calls.batches and stream.ptr > _DEFAULT_STREAMS:
             found.add("batch")
         # Staging memory is for what moves by itself: a stream that is held up would keep it from all others.
-        if move.copy.section.piece_bytes <= self._part and not stream.held:
+        if move.section.piece_bytes <= self._part and not stream.held:
             found.add("staged")
         return found
 
@@ -188,22 +191,18 @@ class CopyEngine:
 
     def _launch(self, move: Move, blocks: int, stream: CudaStream) -> bool:
         """Move by a kernel; False if there is no room for the offsets."""
-        _, lo, hi, src, dst, _ = move
-        section, shape = move.copy.section, move.fragments.shape
+        section, lo, hi, src, dst, fragments = move
+        shape = fragments.shape
         uploaded = self._offsets.upload(section, stream)
         if uploaded is None:
             return False
-        if src.packed:
-            here = shape.packed(src.address)
-        else:
-            bits = src.address | move.fragments.src_bits
-            here = Side(src.address, uploaded.src + 8 * lo, section.src_strides, bits)
-        if dst.packed:
-            there = shape.packed(dst.address)
-        else:
-            bits = dst.address | move.fragments.dst_bits
-            there = Side(dst.address, uploaded.dst + 8 * lo, section.dst_strides, bits)
-        self.kernels.move(shape, hi - lo, here, there, blocks=blocks, stream=stream)
+        here = there = None
+        if not src.packed:
+            here = Offsets(uploaded.src + 8 * lo, section.src_strides, fragments.src_bits)
+        if not dst.packed:
+            there = Offsets(uploaded.dst + 8 * lo, section.dst_strides, fragments.dst_bits)
+        sides = Side(src.addresses, here or shape.packed), Side(dst.addresses, there or shape.packed)
+        self.kernels.move(shape, hi - lo, *sides, blocks=blocks, stream=stream)
         return True
 
     def _run_staged(self, move: Move, stream: CudaStream) -> None:
@@ -214,8 +213,6 @@ class CopyEngine:
         follows ``stream`` once, and not again as long as nothing but copies of the same direction was
         enqueued there: those don't touch what it reads.
         """
-        size = move.copy.section.piece_bytes
-        step = max(1, self._part // size)
         ahead = stream.companion
         if ahead is None:
             ahead = stream.companion = CudaStream(self._context, self._context.stream(), own=True)
@@ -223,17 +220,16 @@ class CopyEngine:
         if stream.gate != direction:
             ahead.follow(stream.record())
             stream.gate = direction
-        for lo in range(move.lo, move.hi, step):
-            hi = min(lo + step, move.hi)
-            nbytes = (hi - lo) * size
+        for part in move.cut(self._part):
+            nbytes, tensors = part.nbytes, part.tensors
             start = self._ring.take(nbytes, ahead)
-            staging, past = End.at(self._staging, start, packed=True), (lo - move.lo) * size
+            staging = End.at(self._staging, start, packed=True, tensors=tensors, nbytes=nbytes // tensors)
             last = ahead
             try:
-                self._half(Move(move.copy, lo, hi, move.src.later(past), staging, move.fragments), ahead)
+                self._half(part._replace(dst=staging), ahead)
                 stream.follow(ahead.record())
                 last = stream
-                self._half(Move(move.copy, lo, hi, staging, move.dst.later(past), move.fragments), stream)
+                self._half(part._replace(src=staging), stream)
             except DeviceError:
                 # What was enqueued ahead is over, too, when ``stream`` is through.
                 with suppress(DeviceError):
@@ -246,8 +242,8 @@ class CopyEngine:
         """Between staging memory and the GPU's by a kernel, or between it and the host's by DMA."""
         if move.src.packed and move.dst.packed:
             host = move.src if move.src.on_host else move.dst
-            at, source, target, left = host.address, move.src.address, move.dst.address, move.nbytes
-            for size in _sizes(host, at, left):
+            source, target = move.src.addresses[0], move.dst.addresses[0]
+            for size in _sizes(host.memory[0], host.addresses[0], move.nbytes):
                 self._dma(source, target, size, move, stream)
                 source, target = source + size, target + size
         elif move.src.on_host or move.dst.on_host or not self._launch(move, _BLOCKS_STAGING, stream):
@@ -262,12 +258,9 @@ class CopyEngine:
 
     def _run_plain(self, move: Move, extents: Extents, stream: CudaStream) -> None:
         """One DMA for each range."""
-        host = move.src if move.src.on_host else move.dst
-        src, dst, lengths = (array.tolist() for array in extents)
+        src, dst, lengths = (array.tolist() for array in _within_pieces(move, extents))
         for source, target, length in zip(src, dst, lengths, strict=True):
-            for size in _sizes(host, source if host is move.src else target, length):
-                self._dma(source, target, size, move, stream)
-                source, target = source + size, target + size  # noqa: PLW2901
+            self._dma(source, target, length, move, stream)
 
     def _run_batch(self, move: Move, extents: Extents, stream: CudaStream) -> None:
         src, dst, lengths = (np.ascontiguousarray(array) for array in _within_pieces(move, extents))
@@ -276,9 +269,8 @@ class CopyEngine:
             raise self._context.failed(status, "a batch of DMA can't be enqueued")
 
 
-def _sizes(host: End, address: int, nbytes: int) -> Iterator[int]:
+def _sizes(memory: CudaBuffer | PinnedBuffer, address: int, nbytes: int) -> Iterator[int]:
     """Bytes from ``address`` on, cut where what was pinned at a time ends."""
-    memory = host.memory
     if not isinstance(memory, PinnedBuffer):
         yield nbytes
         return
@@ -292,16 +284,23 @@ def _sizes(host: End, address: int, nbytes: int) -> Iterator[int]:
 def _within_pieces(move: Move, extents: Extents) -> Extents:
     """The same ranges, none of which goes across the border of what was pinned at a time."""
     end = move.src if move.src.on_host else move.dst
-    if not isinstance(end.memory, PinnedBuffer) or end.memory.nbytes <= end.memory.piece:
+    if not end.on_host:
         return extents
     src, dst, lengths = extents
-    start, piece = (src if end is move.src else dst) - end.memory.address, end.memory.piece
-    if (start // piece == (start + lengths - 1) // piece).all():
+    at, each = (src if end is move.src else dst), len(lengths) // move.tensors
+    crossed = False
+    for number, memory in enumerate(end.memory):
+        if isinstance(memory, PinnedBuffer) and memory.nbytes > memory.piece:
+            own = slice(number * each, (number + 1) * each)
+            first = (at[own] - memory.address) // memory.piece
+            crossed |= bool((first != (at[own] + lengths[own] - 1 - memory.address) // memory.piece).any())
+    if not crossed:
         return extents
+    owners = [memory for memory in end.memory for _ in range(each)]
     rows = []
-    for a, b, left in zip(src.tolist(), dst.tolist(), lengths.tolist(), strict=True):
+    for owner, a, b, left in zip(owners, src.tolist(), dst.tolist(), lengths.tolist(), strict=True):
         done = 0
-        for size in _sizes(end, (a if end is move.src else b), left):
+        for size in _sizes(owner, (a if end is move.src else b), left):
             rows.append((a + done, b + done, size))
             done += size
     table = np.array(rows, dtype=np.int64)

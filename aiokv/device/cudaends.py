@@ -1,8 +1,8 @@
-"""The two ends of one copy on a GPU: what memory, and whether its bytes are packed."""
+"""The two ends of a copy on a GPU: what memory, and whether its bytes are packed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import prod
 from typing import NamedTuple
@@ -15,35 +15,45 @@ from aiokv.device.cudakernels import Shape
 from aiokv.device.cudamemory import CudaBuffer, PinnedBuffer
 from aiokv.errors import ClosedError, DeviceError
 from aiokv.proto.plan import Chunk, Copy, CopyPlan, Section
+from aiokv.proto.section import Tensors
 
 __all__ = ["End", "Extents", "Fragments", "Move", "checked", "coalesced", "packed", "strided"]
 
 Extents = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
+_Memory = CudaBuffer | PinnedBuffer
+
+
 class End(NamedTuple):
     """One end.
 
     Attributes:
-        memory: Where it is.
-        address: What the section's offsets are added to; of the first byte where it is packed.
-        packed: Whether the chunk's bytes lie there one after another, in plan order.
+        memory: Where each tensor is.
+        addresses: What the section's offsets are added to, for each tensor; where it is packed, of the
+            first byte of what moves of it.
+        packed: Whether the bytes lie there one after another, in plan order.
         on_host: Whether a GPU reaches it through PCIe.
     """
 
-    memory: CudaBuffer | PinnedBuffer
-    address: int
+    memory: Sequence[_Memory]
+    addresses: Sequence[int]
     packed: bool
     on_host: bool
 
     @classmethod
-    def at(cls, memory: CudaBuffer | PinnedBuffer, offset: int, *, packed: bool) -> End:
-        """An end at an offset into its memory."""
-        return cls(memory, memory.address + offset, packed, isinstance(memory, PinnedBuffer))
+    def at(cls, memory: _Memory, offset: int, *, packed: bool, tensors: int = 1, nbytes: int = 0) -> End:
+        """An end at an offset into its memory; what there is of several tensors is ``nbytes`` apart."""
+        start = memory.address + offset
+        addresses = [start + number * nbytes for number in range(tensors)]
+        return cls([memory] * tensors, addresses, packed, isinstance(memory, PinnedBuffer))
 
-    def later(self, nbytes: int) -> End:
-        """The same, so many bytes of the chunk later."""
-        return self._replace(address=self.address + nbytes) if self.packed else self
+    def part(self, first: int, last: int, past: int) -> End:
+        """Some of its tensors, of each the pieces that come so many bytes later in plan order."""
+        addresses = self.addresses[first:last]
+        if self.packed and past:
+            addresses = [address + past for address in addresses]
+        return self._replace(memory=self.memory[first:last], addresses=addresses)
 
 
 class Fragments:
@@ -87,9 +97,9 @@ class Fragments:
 
 
 class Move(NamedTuple):
-    """Pieces of a copy, and the two ends."""
+    """The same pieces of some tensors, and the two ends."""
 
-    copy: Copy
+    section: Section
     lo: int
     hi: int
     src: End
@@ -97,43 +107,81 @@ class Move(NamedTuple):
     fragments: Fragments
 
     @property
+    def tensors(self) -> int:
+        """How many."""
+        return len(self.src.addresses)
+
+    @property
     def nbytes(self) -> int:
         """Bytes to move."""
-        return (self.hi - self.lo) * self.copy.section.piece_bytes
+        return self.tensors * (self.hi - self.lo) * self.section.piece_bytes
 
     @property
     def ranges(self) -> int:
-        """Ranges that are contiguous at both ends."""
+        """Ranges that are contiguous at both ends, as far as that is seen in one tensor."""
         if self.src.packed and self.dst.packed:
             return 1
         if self.src.packed:
-            return self.fragments.at_dst(self.lo, self.hi)
+            return self.tensors * self.fragments.at_dst(self.lo, self.hi)
         if self.dst.packed:
-            return self.fragments.at_src(self.lo, self.hi)
-        return self.fragments.at_both(self.lo, self.hi)
+            return self.tensors * self.fragments.at_src(self.lo, self.hi)
+        return self.tensors * self.fragments.at_both(self.lo, self.hi)
 
     @property
     def host_count(self) -> int:
         """Ranges that are contiguous at the host's end alone."""
         if self.src.on_host:
-            return 1 if self.src.packed else self.fragments.at_src(self.lo, self.hi)
-        return 1 if self.dst.packed else self.fragments.at_dst(self.lo, self.hi)
+            return 1 if self.src.packed else self.tensors * self.fragments.at_src(self.lo, self.hi)
+        return 1 if self.dst.packed else self.tensors * self.fragments.at_dst(self.lo, self.hi)
+
+    def cut(self, limit: int) -> Iterator[Move]:
+        """Moves of at most ``limit`` bytes, in plan order; a larger piece is one alone."""
+        if self.nbytes <= limit:
+            yield self
+            return
+        size = self.section.piece_bytes
+        each = (self.hi - self.lo) * size
+        tensors = max(1, limit // each)
+        pieces = self.hi - self.lo if each <= limit else max(1, limit // size)
+        for first in range(0, self.tensors, tensors):
+            last = min(first + tensors, self.tensors)
+            for lo in range(self.lo, self.hi, pieces):
+                past = (lo - self.lo) * size
+                src, dst = self.src.part(first, last, past), self.dst.part(first, last, past)
+                yield self._replace(lo=lo, hi=min(lo + pieces, self.hi), src=src, dst=dst)
 
     def extents(self) -> Extents:
         """Those ranges: addresses at the source and at the destination, and lengths."""
-        src, dst, lengths = self.copy.section.extents(self.lo, self.hi)
+        src, dst, lengths = self.section.extents(self.lo, self.hi)
+        if self.src.packed or self.dst.packed:
+            packed = np.cumsum(lengths) - lengths
+            src, dst = (packed if self.src.packed else src), (packed if self.dst.packed else dst)
+        src, dst = _spread(self.src.addresses, src), _spread(self.dst.addresses, dst)
+        if self.tensors > 1:
+            lengths = np.tile(lengths, self.tensors)
         if not self.src.packed and not self.dst.packed:
-            return src + self.src.address, dst + self.dst.address, lengths
-        packed = np.cumsum(lengths) - lengths
-        src, dst = (packed if self.src.packed else src), (packed if self.dst.packed else dst)
-        src, dst = src + self.src.address, dst + self.dst.address
-        return (src, dst, lengths) if self.ranges == len(src) else coalesced(src, dst, lengths)
+            return src, dst, lengths
+        # Tensors may lie in buffers of their own, also where these adjoin.
+        return (src, dst, lengths) if self.ranges == len(src) else coalesced(src, dst, lengths, self.tensors)
 
 
-def coalesced(src: NDArray[np.int64], dst: NDArray[np.int64], lengths: NDArray[np.int64]) -> Extents:
-    """Ranges with those joined that adjoin at both ends."""
+def _spread(starts: Sequence[int], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The same offsets from each of these."""
+    if len(starts) == 1:
+        return offsets + starts[0]
+    found: NDArray[np.int64] = np.add.outer(np.array(starts, dtype=np.int64), offsets).ravel()
+    return found
+
+
+def coalesced(
+    src: NDArray[np.int64], dst: NDArray[np.int64], lengths: NDArray[np.int64], parts: int = 1
+) -> Extents:
+    """Ranges with those joined that adjoin at both ends, but none across the border of equally long parts."""
     ends = src[:-1] + lengths[:-1] == src[1:]
     ends &= dst[:-1] + lengths[:-1] == dst[1:]
+    if parts > 1:
+        each = len(src) // parts
+        ends[each - 1 :: each] = False
     if not ends.any():
         return src, dst, lengths
     firsts = np.flatnonzero(np.concatenate(([True], ~ends)))
@@ -150,23 +198,32 @@ def checked(plan: CopyPlan, chunk: Chunk) -> Copy:
         plan.check(chunk)
     except ValueError as error:
         raise DeviceError(f"no such chunk: {error}") from error
-    return plan.copies(chunk.layer)[chunk.copy]
+    return plan.copy(chunk)
 
 
-def strided(buffers: Sequence[Buffer], number: int, base: int, reach: int) -> End:
+def strided(buffers: Sequence[Buffer], tensors: Tensors, reach: int) -> End:
     """The end of a copy in a cache.
 
     Raises:
-        DeviceError: There is no such buffer, or it can't hold the copy.
+        DeviceError: There is no such buffer, it can't hold the copy, or tensors are on the host and on a GPU.
     """
-    if not 0 <= number < len(buffers):
-        raise DeviceError(f"there is no buffer {number}, there are {len(buffers)}")
-    memory = _usable(buffers[number], base + reach)
-    return End.at(memory, base, packed=False)
+    memory, addresses, on_host = [], [], 0
+    for number, base in tensors:
+        if not 0 <= number < len(buffers):
+            raise DeviceError(f"there is no buffer {number}, there are {len(buffers)}")
+        buffer = _usable(buffers[number], base + reach)
+        memory.append(buffer)
+        addresses.append(buffer.address + base)
+        on_host += isinstance(buffer, PinnedBuffer)
+    if on_host not in (0, len(memory)):
+        raise DeviceError(
+            f"{on_host} of {len(memory)} tensors of one copy are on the host, the others aren't"
+        )
+    return End(memory, addresses, packed=False, on_host=on_host > 0)
 
 
-def packed(staging: Buffer, offset: int, nbytes: int) -> End:
-    """The end of a copy in staging memory.
+def packed(staging: Buffer, offset: int, tensors: int, nbytes: int) -> End:
+    """The end of a copy in staging memory, of so many bytes in all.
 
     Raises:
         DeviceError: It can't hold the copy.
@@ -174,10 +231,10 @@ def packed(staging: Buffer, offset: int, nbytes: int) -> End:
     if offset < 0:
         raise DeviceError(f"offset {offset} is before {staging!r}")
     memory = _usable(staging, offset + nbytes)
-    return End.at(memory, offset, packed=True)
+    return End.at(memory, offset, packed=True, tensors=tensors, nbytes=nbytes // tensors)
 
 
-def _usable(buffer: Buffer, reach: int) -> CudaBuffer | PinnedBuffer:
+def _usable(buffer: Buffer, reach: int) -> _Memory:
     if not isinstance(buffer, CudaBuffer | PinnedBuffer):
         raise DeviceError(f"a GPU can't access {buffer!r}; host memory has to be pinned: CudaDevice.pin")
     if buffer.closed:

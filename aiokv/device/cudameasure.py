@@ -12,7 +12,7 @@ from aiokv.device.cudaends import End, Fragments, Move
 from aiokv.device.cudamemory import CudaBuffer, PinnedBuffer, allocate
 from aiokv.device.cudastream import CudaContext, CudaStream
 from aiokv.device.host import HostBuffer
-from aiokv.proto.plan import Copy, Section
+from aiokv.proto.plan import Section
 
 __all__ = ["measured"]
 
@@ -59,7 +59,7 @@ def _move(there: CudaBuffer, here: PinnedBuffer, size: int, count: int, *, to_ho
     gpu = End.at(there, 0, packed=False)
     host = End.at(here, 0, packed=True)
     ends = (gpu, host) if to_host else (host, gpu)
-    return Move(Copy(0, 0, 0, 0, section), 0, count, *ends, Fragments(section))
+    return Move(section, 0, count, *ends, Fragments(section))
 
 
 def _timed(context: CudaContext, engine: CopyEngine, move: Move, stream: CudaStream, path: str) -> float:

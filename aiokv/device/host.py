@@ -249,9 +249,10 @@ class HostDevice:
                 before any byte is copied.
         """
         try:
-            copy = plan.copies(chunk.layer)[chunk.copy]
-            source, target = src[copy.src_buffer], dst[copy.dst_buffer]
-            copy_pieces(copy, chunk.lo, chunk.hi, source.view, target.view)  # type: ignore[attr-defined]
+            copy = plan.copy(chunk)
+            sources = [src[number].view for number, _ in copy.src]  # type: ignore[attr-defined]
+            targets = [dst[number].view for number, _ in copy.dst]  # type: ignore[attr-defined]
+            copy_pieces(copy, chunk.lo, chunk.hi, sources, targets)
         except (AttributeError, BufferError, ClosedError, LookupError, TypeError, ValueError) as error:
             raise DeviceError(f"{chunk} can't be copied on the host: {error}") from error
 

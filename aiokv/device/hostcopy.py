@@ -8,10 +8,12 @@ GIL for a chunk of 1 MiB at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokv.proto.plan import Copy
+from aiokv.proto.plan import Copy, Section
 
 __all__ = ["copy_pieces"]
 
@@ -26,55 +28,70 @@ GATHER_BELOW = 2048
 GATHER_BYTES = 256 << 10
 
 
-def copy_pieces(copy: Copy, lo: int, hi: int, src: memoryview, dst: memoryview) -> None:
-    """Copy pieces ``lo`` to ``hi`` from ``src`` to ``dst``, flat views of the copy's two buffers.
+def copy_pieces(copy: Copy, lo: int, hi: int, src: Sequence[memoryview], dst: Sequence[memoryview]) -> None:
+    """Copy pieces ``lo`` to ``hi`` of each tensor.
+
+    Args:
+        copy: The copy.
+        lo: The first piece.
+        hi: The end of the range of pieces.
+        src: Flat view of the buffer that each tensor is in, at the source.
+        dst: The same at the destination.
 
     Raises:
         ValueError: The copy reaches beyond a view, or a view was released.
-        TypeError: ``dst`` is read-only.
+        TypeError: A destination is read-only.
     """
     section = copy.section
-    if copy.src_base + section.src_reach > len(src) or copy.dst_base + section.dst_reach > len(dst):
-        raise ValueError(f"pieces of {section.piece_bytes} bytes reach beyond a buffer")
-    if dst.readonly:
-        raise TypeError("the destination is read-only")
+    tensors = [
+        (source, here, target, there)
+        for source, (_, here), target, (_, there) in zip(src, copy.src, dst, copy.dst, strict=True)
+    ]
+    for source, here, target, there in tensors:
+        if here + section.src_reach > len(source) or there + section.dst_reach > len(target):
+            raise ValueError(f"pieces of {section.piece_bytes} bytes reach beyond a buffer")
+        if target.readonly:
+            raise TypeError("the destination is read-only")
     if section.piece_bytes < GATHER_BELOW and section.firsts is None:
-        _gather(copy, lo, hi, src, dst)
+        for tensor in tensors:
+            _gather(section, lo, hi, *_strided(section, *tensor))
     elif section.shape:
-        source, target = _strided(copy, src, dst)
-        pairs = zip(section.src[lo:hi].tolist(), section.dst[lo:hi].tolist(), strict=True)
-        for at, to in pairs:
-            target[to] = source[at]
+        pairs = list(zip(section.src[lo:hi].tolist(), section.dst[lo:hi].tolist(), strict=True))
+        for tensor in tensors:
+            runs, places = _strided(section, *tensor)
+            for at, to in pairs:
+                places[to] = runs[at]
     else:
-        _extents(copy, lo, hi, src, dst)
+        extents = [array.tolist() for array in section.extents(lo, hi)]
+        for tensor in tensors:
+            _extents(extents, *tensor)
 
 
-def _extents(copy: Copy, lo: int, hi: int, src: memoryview, dst: memoryview) -> None:
-    starts, targets, lengths = (array.tolist() for array in copy.extents(lo, hi))
-    for at, to, size in zip(starts, targets, lengths, strict=True):
+def _extents(extents: list[list[int]], src: memoryview, here: int, dst: memoryview, there: int) -> None:
+    for start, end, size in zip(*extents, strict=True):
+        at, to = here + start, there + end
         if size < RELEASE_BYTES:
             dst[to : to + size] = src[at : at + size]
         else:
             np.frombuffer(dst, np.uint8, size, to)[:] = np.frombuffer(src, np.uint8, size, at)
 
 
-def _gather(copy: Copy, lo: int, hi: int, src: memoryview, dst: memoryview) -> None:
-    section = copy.section
-    source, target = _strided(copy, src, dst)
+def _gather(section: Section, lo: int, hi: int, source: NDArray[np.void], target: NDArray[np.void]) -> None:
     step = max(1, GATHER_BYTES // section.piece_bytes)
     for first in range(lo, hi, step):
         last = min(first + step, hi)
         target[section.dst[first:last]] = source[section.src[first:last]]
 
 
-def _strided(copy: Copy, src: memoryview, dst: memoryview) -> tuple[NDArray[np.void], NDArray[np.void]]:
-    """Both buffers as arrays whose first index is a byte offset, and whose element is a run."""
-    section = copy.section
+def _strided(
+    section: Section, src: memoryview, here: int, dst: memoryview, there: int
+) -> tuple[NDArray[np.void], NDArray[np.void]]:
+    """Both tensors as arrays whose first index is a byte offset, and whose element is a run."""
     run = np.dtype((np.void, section.run))
     source: NDArray[np.void] = np.ndarray(
-        (section.last_src + 1, *section.shape), run, src, copy.src_base, (1, *section.src_strides)
+        (section.last_src + 1, *section.shape), run, src, here, (1, *section.src_strides)
     )
     target: NDArray[np.void] = np.ndarray(
-        (section.last_dst + 1, *section.shape), run, dst, copy.dst_base, (1, *section.dst_strides)
+        (section.last_dst + 1, *section.shape), run, dst, there, (1, *section.dst_strides)
     )
     return source, target

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -29,6 +29,10 @@ __all__ = ["MockedBuffer", "MockedDevice", "MockedEvent", "MockedRead", "MockedS
 
 #: Handles below are names of default streams in CUDA.
 FIRST_HANDLE = 0x1000
+
+_Offsets = NDArray[np.int64]
+#: Where from and where to: bytes of a buffer, and offsets in it; and lengths.
+_Move = tuple[NDArray[np.uint8], _Offsets, NDArray[np.uint8], _Offsets, _Offsets]
 
 
 class MockedDevice:
@@ -110,7 +114,7 @@ class MockedDevice:
         *,
         stream: Stream,
     ) -> None:
-        """Enqueue the copy of one chunk, in two steps: each extent's first half, then its second.
+        """Enqueue the copy of one chunk, in two steps: each extent's first half, then the rest.
 
         Raises:
             DeviceError: Chunk, buffers or stream don't fit; nothing was enqueued.
@@ -121,27 +125,30 @@ class MockedDevice:
             plan.check(chunk)
         except ValueError as error:
             raise DeviceError(f"no such chunk: {error}") from error
-        copy = plan.copies(chunk.layer)[chunk.copy]
-        source, target = src[copy.src_buffer], dst[copy.dst_buffer]
-        reads, writes, lengths = copy.extents(chunk.lo, chunk.hi)
-        for buffer, offsets in ((source, reads), (target, writes)):
-            check_range(buffer, int(offsets.min()), 0)
-            check_range(buffer, 0, int((offsets + lengths).max()))
-        here, there = _bytes_of(source), _bytes_of(target)
-        halves = lengths // 2
+        moves = []
+        for here, reads, there, writes, lengths in plan.copy(chunk).extents(chunk.lo, chunk.hi):
+            source, target = src[here], dst[there]
+            for buffer, offsets in ((source, reads), (target, writes)):
+                check_range(buffer, int(offsets.min()), 0)
+                check_range(buffer, 0, int((offsets + lengths).max()))
+            moves.append((source, reads, target, writes, lengths))
+        halves = [
+            (_bytes_of(source), reads, _bytes_of(target), writes, lengths // 2)
+            for source, reads, target, writes, lengths in moves
+        ]
+        rests = [
+            (source, reads + half, target, writes + half, lengths - half)
+            for (source, reads, target, writes, half), (*_, lengths) in zip(halves, moves, strict=True)
+        ]
         what = f"copy of {chunk} on {stream.timeline.name}"
         with stream.device.lock:
             point = stream.timeline.advance()
-            for buffer, offsets in ((source, reads), (target, writes)):
-                if isinstance(buffer, MockedBuffer):
-                    access = Access(what, offsets, lengths, writes=buffer is target, point=point)
-                    self.note(buffer.history.add(access))
-            stream.push(
-                Operation(
-                    lambda: _move(here, there, reads, writes, halves),
-                    lambda: _move(here, there, reads + halves, writes + halves, lengths - halves),
-                )
-            )
+            for source, reads, target, writes, lengths in moves:
+                for buffer, offsets, written in ((source, reads, False), (target, writes, True)):
+                    if isinstance(buffer, MockedBuffer):
+                        access = Access(what, offsets, lengths, writes=written, point=point)
+                        self.note(buffer.history.add(access))
+            stream.push(Operation(lambda: _move(halves), lambda: _move(rests)))
 
     def step(self, stream: MockedStream | None = None) -> bool:
         """Run one step of ``stream``, or of one that the seed draws; False if nothing can run."""
@@ -217,12 +224,7 @@ def _bytes_of(buffer: Buffer) -> NDArray[np.uint8]:
     return np.frombuffer(view, np.uint8)
 
 
-def _move(
-    source: NDArray[np.uint8],
-    target: NDArray[np.uint8],
-    reads: NDArray[np.int64],
-    writes: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-) -> None:
-    for read, write, length in zip(reads.tolist(), writes.tolist(), lengths.tolist(), strict=True):
-        target[write : write + length] = source[read : read + length]
+def _move(moves: Iterable[_Move]) -> None:
+    for source, reads, target, writes, lengths in moves:
+        for read, write, length in zip(reads.tolist(), writes.tolist(), lengths.tolist(), strict=True):
+            target[write : write + length] = source[read : read + length]

@@ -223,14 +223,14 @@ class Core:
 
     # -- what comes from the data plane
 
-    def _on_moved(self, part: Part, layer: int, nbytes: int, layer_through: bool) -> None:
+    def _on_moved(self, part: Part, layers: Sequence[int], nbytes: int, through: int) -> None:
         course = self._courses.get(part.transfer)
         if course is not None:
-            course.bytes_moved += nbytes
-            if layer_through:  # nobody waits for less
+            course.bytes_moved += len(layers) * nbytes
+            if through:  # nobody waits for less than a layer
                 course.changed()
-        self._stopwatch.moved(part, layer, nbytes, through=layer_through)
-        (self._received if part.role == "consumer" else self._sent)[part.link] += nbytes
+        self._stopwatch.moved(part, layers, nbytes, through)
+        (self._received if part.role == "consumer" else self._sent)[part.link] += len(layers) * nbytes
 
     def _on_read(self, part: Part) -> None:
         """A reader confirmed that all of its part is in place."""
@@ -252,10 +252,10 @@ class Core:
             self.peers.link_lost(session, text, certain=True)
             self.mover.retire(link)
 
-    def _on_submitted(self, part: Part, layer: int, event: Event) -> None:
+    def _on_submitted(self, part: Part, layers: Sequence[int], event: Event) -> None:
         course = self._courses.get(part.transfer)
         if isinstance(course, FetchCourse):
-            course.submitted(part, layer, event)
+            course.submitted(part, layers, event)
 
     # -- one turn
 

@@ -6,6 +6,7 @@ The engine keeps it until the transfer is over, the caller's handle for as long 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from aiokv.device.base import Event, Stream
 from aiokv.engine.bell import Bell
@@ -82,10 +83,10 @@ class FetchCourse(Course):
         #: What covers the copies of each layer of a part that are all enqueued.
         self._enqueued: dict[Part, dict[int, Event]] = {}
 
-    def submitted(self, part: Part, layer: int, event: Event) -> None:
-        """The last copy of a layer of a part was enqueued, with the event that covers it."""
+    def submitted(self, part: Part, layers: Sequence[int], event: Event) -> None:
+        """The last copy of each of these layers of a part was enqueued, with the event that covers it."""
         # The stream isn't the fetch's alone: it waits for no more than what its owner asks for.
-        self._enqueued.setdefault(part, {})[layer] = event
+        self._enqueued.setdefault(part, {}).update(dict.fromkeys(layers, event))
         self.changed()
 
     def ordered(self, layer: int) -> bool:

@@ -61,6 +61,15 @@ class Movement:
         """The path that the bytes take."""
         return self.flow.link
 
+    def count(self, left: list[int], chunk: Chunk) -> int:
+        """Take a chunk off what is left of each layer; a mask of the layers of which nothing is left then."""
+        nbytes, done = chunk.nbytes // chunk.layers, 0
+        for layer in self.plan.layers_of(chunk):
+            left[layer] -= nbytes
+            if not left[layer]:
+                done |= 1 << layer
+        return done
+
     def held_up(self) -> bool:
         """Whether what is submitted now waits on the device for what the caller enqueued before.
 

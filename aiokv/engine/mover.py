@@ -8,7 +8,7 @@ reported to the table. Nothing here waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from aiokv.device.base import Event
@@ -35,7 +35,7 @@ _SENT_AS_ONE = 4
 #: short by what it sees; what is too long would cost the first transfers their time.
 _RATE = 100
 #: Stands for what is in flight of a part that failed or was stopped.
-_NOTHING = Chunk(0, 0, 0, 0, 0)
+_NOTHING = Chunk(0, 0, 0, 0, 0, 0)
 
 
 class Mover:
@@ -48,8 +48,10 @@ class Mover:
         clock: The time (ns).
         settings: Sizes.
         wake: Asks for another turn.
-        moved: Told of each chunk that completed: its part, layer and bytes, and whether its layer is through.
-        submitted: Told when all of a layer of a fetch's part was submitted, with the event that covers it.
+        moved: Told of each chunk that completed: its part, its layers, the bytes of each, and a mask of those
+            that are through.
+        submitted: Told when all of some layers of a fetch's part was submitted, with the event that covers
+            it.
     """
 
     def __init__(
@@ -61,8 +63,8 @@ class Mover:
         clock: Callable[[], int],
         settings: Settings,
         wake: Callable[[], None],
-        moved: Callable[[Part, int, int, bool], None],
-        submitted: Callable[[Part, int, Event], None],
+        moved: Callable[[Part, Sequence[int], int, int], None],
+        submitted: Callable[[Part, Sequence[int], Event], None],
     ) -> None:
         self._table = table
         self._cache = cache
@@ -150,13 +152,12 @@ class Mover:
         movement = self._movements.get(part)
         if movement is None or movement.stopped:
             return
-        for layer in _layers(mask):
-            if movement.missing[layer]:
-                limit = (
-                    self._settings.chunk_bytes * movement.link.pace * (1 if part.one_sided else _SENT_AS_ONE)
-                )
-                chunks = movement.plan.chunks(layer, limit)
-                self._scheduler.add(movement.flow, part, chunks, movement.priority)
+        layers = [layer for layer in _layers(mask) if movement.missing[layer]]
+        if not layers:
+            return
+        limit = self._settings.chunk_bytes * movement.link.pace * (1 if part.one_sided else _SENT_AS_ONE)
+        chunks = movement.plan.chunks(layers, limit)
+        self._scheduler.add(movement.flow, part, chunks, movement.priority)
         self._wake()
 
     def stop(self, part: Part, link: Link | None) -> None:
@@ -231,7 +232,7 @@ class Mover:
             late, movement.unconfirmed = movement.unconfirmed, []
             for when, chunk in late:
                 if when <= vouched:
-                    self._landed(movement, chunk.layer, chunk.nbytes)
+                    self._landed(movement, chunk)
                 else:
                     self._doubt(movement, when, chunk, session)
         self._wake()
@@ -283,13 +284,14 @@ class Mover:
         # What waits for its caller's stream takes nothing of the window, where others could go.
         counted = 0 if held_up else chunk.nbytes // movement.link.pace
         self._scheduler.finished(chunk.nbytes - counted)
-        movement.unsubmitted[chunk.layer] -= chunk.nbytes
-        if part.role == "consumer" and not movement.unsubmitted[chunk.layer]:
-            # The stream is in order: this covers the layer. A link's own event may stand for more than the
-            # device's (is the producer still there?), and then it is none that a stream can wait for. Where
-            # the device fails, whoever watches that event hears of it, and nobody counts on the order.
-            with suppress(DeviceError):
-                self._submitted(part, chunk.layer, movement.stream.record())
+        if part.role == "consumer":
+            through = movement.count(movement.unsubmitted, chunk)
+            if through:
+                # The stream is in order: this covers the layers. A link's own event may stand for more than
+                # the device's (is the producer still there?), and then it is none that a stream can wait
+                # for. Where the device fails, whoever watches that hears of it; nobody counts on the order.
+                with suppress(DeviceError):
+                    self._submitted(part, tuple(_layers(through)), movement.stream.record())
         # A link takes what it sends in order, whatever stream that was ready on; and one that
         # takes nothing must hold up no other's completions.
         self._watch(
@@ -352,7 +354,7 @@ class Mover:
         if part.role == "consumer" and session is not None and now > session.lease_held:
             self._doubt(movement, now, chunk, session)
             return
-        self._landed(movement, chunk.layer, chunk.nbytes)
+        self._landed(movement, chunk)
 
     def _doubt(self, movement: Movement, when: int, chunk: Chunk, session: Session) -> None:
         """A chunk was read after the time that the producer vouched for.
@@ -365,20 +367,20 @@ class Mover:
         movement.unconfirmed.append((when, chunk))
         self._leasing.setdefault(session, {})[movement] = None
 
-    def _landed(self, movement: Movement, layer: int, nbytes: int) -> None:
+    def _landed(self, movement: Movement, chunk: Chunk) -> None:
         part = movement.part
-        movement.missing[layer] -= nbytes
-        self._moved(part, layer, nbytes, not movement.missing[layer])
-        if part.role == "consumer" and not movement.missing[layer]:
-            self._table.consumer.copied(part, 1 << layer)
+        through = movement.count(movement.missing, chunk)
+        self._moved(part, movement.plan.layers_of(chunk), chunk.nbytes // chunk.layers, through)
+        if through and part.role == "consumer":
+            self._table.consumer.copied(part, through)
 
     # -- two-sided links
 
-    def _receiver(self, movement: Movement) -> Callable[[int, int], None]:
-        def landed(layer: int, nbytes: int) -> None:
+    def _receiver(self, movement: Movement) -> Callable[[Chunk], None]:
+        def landed(chunk: Chunk) -> None:
             if not movement.stopped and movement.part.active:
                 self._table.consumer.moving(movement.part)
-                self._landed(movement, layer, nbytes)
+                self._landed(movement, chunk)
                 self._wake()
 
         return landed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aiokv.engine.histogram import Histogram, Times
@@ -77,10 +77,12 @@ class Stopwatch:
         if self._track is not None:
             self._track.stepped(part, before, now)
 
-    def moved(self, part: Part, layer: int, nbytes: int, *, through: bool) -> None:
-        """Bytes of a layer of a part moved; ``through``: its last."""
+    def moved(self, part: Part, layers: Sequence[int], nbytes: int, through: int) -> None:
+        """So many bytes of each of some layers of a part moved; ``through``: mask of those that these end."""
         if self._track is not None:
-            self._track.moved(part, layer, nbytes, self._clock(), through=through)
+            now = self._clock()
+            for layer in layers:
+                self._track.moved(part, layer, nbytes, now, through=bool(through >> layer & 1))
 
     def woke(self, transfer: Transfer) -> None:
         """A task that waited for the end of a transfer runs again."""

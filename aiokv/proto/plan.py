@@ -1,21 +1,23 @@
 """Which bytes go where: the plan of one copy between two caches.
 
 Both ends of a transfer know both layouts, both placements and both block lists, so both compute
-the same plan, and a ``Chunk`` of four small numbers names the same bytes at both ends. Nothing
+the same plan, and a ``Chunk`` of a few small numbers names the same bytes at both ends. Nothing
 here touches memory; devices and transports carry the plan out.
 
 A plan stays as small as what it came from. A ``Section`` is a set of equally shaped *pieces*, one
-offset on each side for each piece, and the loops inside a piece; all layers of a group share it
-and differ in the base address only. Only ``Copy.extents`` expands it, for host copies and
-sockets; a kernel is given the offsets and the loops as they are.
+offset on each side for each piece, and the loops inside a piece; all layers of a group share it, K
+and V do where they lie apart, and these *tensors* differ only in where they begin. So a chunk may be
+of many layers at once. Only ``Copy.extents`` expands it, for host copies and sockets; a kernel is
+given the offsets, the loops and where the tensors begin.
 
-The order of the bytes of a chunk is: pieces, then the loops of a piece from the outermost, then
-the run. Staging memory and sockets carry the bytes in that order.
+The order of the bytes of a chunk is: layers, tensors, pieces, then the loops of a piece from the
+outermost, then the run. Staging memory and sockets carry the bytes in that order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -29,18 +31,24 @@ from aiokv.proto.section import Copy, Loop, Offsets, Section, find_joins, minima
 __all__ = ["Chunk", "Copy", "CopyPlan", "GroupBlocks", "Section", "Side", "plan_copy", "planned_bytes"]
 
 
+#: The only tensor of a layer, from its start, at both sides.
+_WHOLE = ((0, 0, 0, 0),)
+
+
 class Chunk(NamedTuple):
-    """Pieces ``lo`` to ``hi`` of ``plan.copies(layer)[copy]``: what is moved at a time.
+    """The same pieces of some layers: what is moved at a time.
 
     Attributes:
-        layer: Of the model.
-        copy: Index of one of the layer's copies.
+        layer: Of the model; the first.
+        layers: How many: this one, and those that come after it in its KV cache group.
+        copy: Index of one of the copies that each layer of the group has.
         lo: The first piece.
         hi: The end of the range of pieces.
-        nbytes: Bytes of these pieces.
+        nbytes: Bytes of these pieces, of all tensors.
     """
 
     layer: int
+    layers: int
     copy: int
     lo: int
     hi: int
@@ -48,21 +56,35 @@ class Chunk(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """One section, and which tensor of a layer it is for at each side."""
+    """One section, and what has it of each layer: all tensors, or one of those.
+
+    Attributes:
+        section: The pieces.
+        tensors: Plane and shift at the source, and at the destination, of each tensor.
+        singles: Index of the item for each of these tensors alone; its own, if it is that.
+    """
 
     section: Section
-    src_plane: int
-    src_shift: int
-    dst_plane: int
-    dst_shift: int
+    tensors: tuple[tuple[int, int, int, int], ...]
+    singles: tuple[int, ...]
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of a piece of all these tensors."""
+        return len(self.tensors) * self.section.piece_bytes
 
 
 class _GroupPlan(NamedTuple):
     """The items that every layer of one group is copied by."""
 
+    #: Those of all tensors first, which together are a layer; then those of single tensors.
     items: tuple[_Item, ...]
+    #: How many are of all tensors.
+    wholes: int
     src: GroupPlacement
     dst: GroupPlacement
+    #: Of the model, in order.
+    layers: tuple[int, ...]
     #: Bytes of one layer.
     nbytes: int
 
@@ -79,45 +101,13 @@ class CopyPlan:
 
     def __init__(self, layout: CacheLayout, groups: Sequence[_GroupPlan]) -> None:
         self.layers: tuple[int, ...] = tuple(range(layout.layers))
-        self.total: int = sum(
-            plan.nbytes * len(group.layers) for plan, group in zip(groups, layout.groups, strict=True)
-        )
-        self._where = {
-            layer: (plan, place)
-            for plan, group in zip(groups, layout.groups, strict=True)
-            for place, layer in enumerate(group.layers)
-        }
-        # Built on demand: a plan is made on the event loop, which needs one layer at a time.
-        self._copies: dict[int, tuple[Copy, ...]] = {}
+        self.total: int = sum(group.nbytes * len(group.layers) for group in groups)
+        self._where = {layer: (group, place) for group in groups for place, layer in enumerate(group.layers)}
+        # Built on demand: a plan is made on the event loop, which needs some layers at a time.
+        self._copies: dict[tuple[int, int, int], Copy] = {}
 
     def __repr__(self) -> str:
         return f"<CopyPlan of {len(self.layers)} layers, {self.total} bytes>"
-
-    def copies(self, layer: int) -> Sequence[Copy]:
-        """The copies of one layer; empty when there is nothing to move.
-
-        Raises:
-            KeyError: The model has no such layer.
-        """
-        found = self._copies.get(layer)
-        if found is None:
-            plan, place = self._where[layer]
-            src, dst = plan.src.layers[place], plan.dst.layers[place]
-            made = []
-            for item in plan.items:
-                src_buffer, src_base = src[item.src_plane]
-                dst_buffer, dst_base = dst[item.dst_plane]
-                made.append(
-                    Copy(
-                        src_buffer,
-                        src_base + item.src_shift,
-                        dst_buffer,
-                        dst_base + item.dst_shift,
-                        item.section,
-                    )
-                )
-            found = self._copies[layer] = tuple(made)
-        return found
 
     def nbytes(self, layer: int) -> int:
         """Bytes to move for one layer.
@@ -127,18 +117,84 @@ class CopyPlan:
         """
         return self._where[layer][0].nbytes
 
-    def chunks(self, layer: int, limit: int) -> Iterator[Chunk]:
-        """Cut one layer into chunks of at most ``limit`` bytes; a larger piece is a chunk alone.
+    def chunks(self, layers: Sequence[int], limit: int) -> Iterator[Chunk]:
+        """Cut layers into chunks of at most ``limit`` bytes, in the order of ``layers``.
+
+        Small layers that follow each other in their group share chunks. A larger one is cut between its
+        tensors, and these between pieces; a piece that is larger is a chunk alone.
 
         Raises:
             KeyError: The model has no such layer.
         """
-        for index, item in enumerate(self._where[layer][0].items):
-            size, count = item.section.piece_bytes, len(item.section.src)
-            step = max(1, limit // size)
-            for lo in range(0, count, step):
-                hi = min(lo + step, count)
-                yield Chunk(layer, index, lo, hi, (hi - lo) * size)
+        at = 0
+        while at < len(layers):
+            layer = layers[at]
+            group, place = self._where[layer]
+            most = min(limit // group.nbytes, len(layers) - at) if group.nbytes else 1
+            count = 1
+            while count < most and _follows(self._where[layers[at + count]], group, place + count):
+                count += 1
+            for index in range(group.wholes):
+                item = group.items[index]
+                whole = Chunk(layer, count, index, 0, len(item.section.src), count * _nbytes(item))
+                yield from _cut(group, place, whole, limit)
+            at += count
+
+    def copy(self, chunk: Chunk) -> Copy:
+        """The copy that a chunk's pieces are of.
+
+        Raises:
+            LookupError: The chunk isn't within the plan.
+        """
+        where = chunk[:3]
+        found = self._copies.get(where)
+        if found is None:
+            if len(self._copies) > 2 * len(self.layers):
+                self._copies.clear()  # a peer makes up chunks as it likes
+            found = self._copies[where] = self._made(*where)
+        return found
+
+    def _made(self, layer: int, layers: int, copy: int) -> Copy:
+        group, place = self._where[layer]
+        item = group.items[copy]
+        src: list[tuple[int, int]] = []
+        dst: list[tuple[int, int]] = []
+        for number in range(place, place + layers):
+            here, there = group.src.layers[number], group.dst.layers[number]
+            for src_plane, src_shift, dst_plane, dst_shift in item.tensors:
+                source, base = here[src_plane]
+                src.append((source, base + src_shift))
+                target, base = there[dst_plane]
+                dst.append((target, base + dst_shift))
+        return Copy(item.section, tuple(src), tuple(dst))
+
+    def copies(self, layer: int) -> Sequence[Copy]:
+        """The copies that one layer consists of; empty when there is nothing to move.
+
+        Raises:
+            KeyError: The model has no such layer.
+        """
+        return [self._made(layer, 1, index) for index in range(self._where[layer][0].wholes)]
+
+    def layers_of(self, chunk: Chunk) -> Sequence[int]:
+        """The layers that a chunk has pieces of, each as many bytes.
+
+        Raises:
+            KeyError: The model has no such layer.
+        """
+        if chunk.layers == 1:
+            return (chunk.layer,)
+        group, place = self._where[chunk.layer]
+        return group.layers[place : place + chunk.layers]
+
+    def shares(self, chunk: Chunk) -> Iterator[tuple[int, int]]:
+        """What a chunk has pieces of, apart: each layer, and each tensor by the index of its own copy.
+
+        Raises:
+            LookupError: The chunk isn't within the plan.
+        """
+        singles = self._where[chunk.layer][0].items[chunk.copy].singles
+        return product(self.layers_of(chunk), singles)
 
     def check(self, chunk: Chunk) -> None:
         """Look at a chunk, which a peer may have made up.
@@ -146,17 +202,57 @@ class CopyPlan:
         Raises:
             ValueError: It isn't within the plan.
         """
-        layer, index, lo, hi, nbytes = chunk
+        layer, layers, copy, lo, hi, nbytes = chunk
         if layer not in self._where:
             raise ValueError(f"{chunk}: there is no layer {layer}")
-        items = self._where[layer][0].items
-        if not 0 <= index < len(items):
-            raise ValueError(f"{chunk}: layer {layer} has {len(items)} copies")
-        section = items[index].section
-        if not 0 <= lo < hi <= len(section.src):
-            raise ValueError(f"{chunk}: copy {index} has {len(section.src)} pieces")
-        if nbytes != (hi - lo) * section.piece_bytes:
-            raise ValueError(f"{chunk}: these pieces are {(hi - lo) * section.piece_bytes} bytes")
+        group, place = self._where[layer]
+        if not 1 <= layers <= len(group.layers) - place:
+            raise ValueError(f"{chunk}: layer {layer} and those after it are {len(group.layers) - place}")
+        if not 0 <= copy < len(group.items):
+            raise ValueError(f"{chunk}: layer {layer} has {len(group.items)} copies")
+        item = group.items[copy]
+        if not 0 <= lo < hi <= len(item.section.src):
+            raise ValueError(f"{chunk}: copy {copy} has {len(item.section.src)} pieces")
+        if nbytes != layers * (hi - lo) * item.piece_bytes:
+            raise ValueError(f"{chunk}: these pieces are {layers * (hi - lo) * item.piece_bytes} bytes")
+
+    def split(self, chunk: Chunk, limit: int) -> Iterator[Chunk]:
+        """A chunk as chunks of at most ``limit`` bytes, in plan order; a larger piece is a chunk alone.
+
+        Raises:
+            LookupError: The chunk isn't within the plan.
+        """
+        return _cut(*self._where[chunk.layer], chunk, limit)
+
+
+def _nbytes(item: _Item) -> int:
+    return len(item.section.src) * item.piece_bytes
+
+
+def _cut(group: _GroupPlan, place: int, chunk: Chunk, limit: int) -> Iterator[Chunk]:
+    """Between layers, then between tensors, then between pieces."""
+    if chunk.nbytes <= limit:
+        yield chunk
+        return
+    each = chunk.nbytes // chunk.layers
+    if each <= limit:
+        step = limit // each
+        for at in range(0, chunk.layers, step):
+            count = min(step, chunk.layers - at)
+            yield chunk._replace(layer=group.layers[place + at], layers=count, nbytes=count * each)
+        return
+    item = group.items[chunk.copy]
+    size = item.section.piece_bytes
+    step = max(1, limit // size)
+    for layer in group.layers[place : place + chunk.layers]:
+        for copy in item.singles:
+            for lo in range(chunk.lo, chunk.hi, step):
+                hi = min(lo + step, chunk.hi)
+                yield Chunk(layer, 1, copy, lo, hi, (hi - lo) * size)
+
+
+def _follows(where: tuple[_GroupPlan, int], group: _GroupPlan, place: int) -> bool:
+    return where[0] is group and where[1] == place
 
 
 def plan_copy(
@@ -253,11 +349,11 @@ def _plan_group(
                 raise LayoutMismatch(f"group {index}: {name} differ between source and destination")
     lo, hi = max(first_token, a.blocks.start, b.blocks.start), tokens
     if first_token >= hi or heads[0] >= heads[1]:
-        return _GroupPlan((), a.place, b.place, 0)
+        return _GroupPlan((), 0, a.place, b.place, a.group.layers, 0)
     a.check_start(first_token, hi)
     b.check_start(first_token, hi)
     if lo >= hi:
-        return _GroupPlan((), a.place, b.place, 0)
+        return _GroupPlan((), 0, a.place, b.place, a.group.layers, 0)
     if a.group.kind == "state":
         if a.size != b.size:
             raise LayoutMismatch(f"group {index}: state blocks of {a.size} tokens against {b.size}")
@@ -265,22 +361,37 @@ def _plan_group(
     a.check(lo, hi)
     b.check(lo, hi)
     separate = a.group.split or b.group.split
-    items: list[_Item] = []
+    wholes: list[tuple[Section, tuple[tuple[int, int, int, int], ...]]] = []
     for count, starts in cut(lo, hi, a.size, b.size):
         src_offsets, dst_offsets = a.offsets(starts), b.offsets(starts)
         plain = minimal(_loops(a, b, count), a.group.head_bytes)
         if a.group.halves == 1:
-            items.append(_Item(_section(src_offsets, dst_offsets, *plain), 0, 0, 0, 0))
+            wholes.append((_section(src_offsets, dst_offsets, *plain), _WHOLE))
             continue
         loop_s = (2, a.place.strides[1], b.place.strides[1])
         joined = minimal([*_loops(a, b, count), loop_s], a.group.head_bytes)
         if not separate and not _pays(plain, joined, src_offsets, dst_offsets):
-            items.append(_Item(_section(src_offsets, dst_offsets, *joined), 0, 0, 0, 0))
+            wholes.append((_section(src_offsets, dst_offsets, *joined), _WHOLE))
             continue
         section = _section(src_offsets, dst_offsets, *plain)
-        items.extend(_Item(section, *a.plane(half), *b.plane(half)) for half in range(2))
-    nbytes = sum(len(item.section.src) * item.section.piece_bytes for item in items)
-    return _GroupPlan(tuple(items), a.place, b.place, nbytes)
+        wholes.append((section, tuple((*a.plane(half), *b.plane(half)) for half in range(2))))
+    items = _with_singles(wholes)
+    nbytes = sum(_nbytes(item) for item in items[: len(wholes)])
+    return _GroupPlan(items, len(wholes), a.place, b.place, a.group.layers, nbytes)
+
+
+def _with_singles(wholes: list[tuple[Section, tuple[tuple[int, int, int, int], ...]]]) -> tuple[_Item, ...]:
+    """Items of all tensors of a layer, and after them one for each tensor alone."""
+    items: list[_Item] = []
+    singles: list[_Item] = []
+    for index, (section, tensors) in enumerate(wholes):
+        if len(tensors) == 1:
+            items.append(_Item(section, tensors, (index,)))
+            continue
+        first = len(wholes) + len(singles)
+        items.append(_Item(section, tensors, tuple(range(first, first + len(tensors)))))
+        singles += [_Item(section, (tensor,), (first + n,)) for n, tensor in enumerate(tensors)]
+    return (*items, *singles)
 
 
 def _loops(a: End, b: End, tokens: int) -> list[Loop]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -9,21 +10,24 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Copy", "Loop", "Offsets", "Section", "find_joins", "minimal"]
+__all__ = ["Copy", "Loop", "Offsets", "Section", "Tensors", "find_joins", "minimal"]
 
 Offsets = NDArray[np.int64]
 
 #: One loop inside a piece: how often, and the byte strides at the source and the destination.
 Loop = tuple[int, int, int]
 
+#: Buffer number and byte offset in it, for each of some tensors.
+Tensors = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Pieces of one shape; shared by all layers of a group, so offsets are without the base.
+    """Pieces of one shape; shared by all layers of a group, so offsets are from where a tensor begins.
 
     Attributes:
-        src: Byte offset of each piece at the source, from the copy's base.
-        dst: Byte offset of each piece at the destination, from the copy's base.
+        src: Byte offset of each piece at the source, from where its tensor begins.
+        dst: Byte offset of each piece at the destination, from where its tensor begins.
         shape: Loops inside a piece, outermost first; empty when a piece is one run.
         src_strides: Byte stride of each loop at the source.
         dst_strides: Byte stride of each loop at the destination.
@@ -54,12 +58,12 @@ class Section:
 
     @property
     def src_reach(self) -> int:
-        """Bytes from the base to the end of the farthest piece at the source."""
+        """Bytes from where a tensor begins to the end of its farthest piece, at the source."""
         return self.last_src + self._span(self.src_strides) + self.run
 
     @property
     def dst_reach(self) -> int:
-        """Bytes from the base to the end of the farthest piece at the destination."""
+        """Bytes from where a tensor begins to the end of its farthest piece, at the destination."""
         return self.last_dst + self._span(self.dst_strides) + self.run
 
     @cached_property
@@ -79,7 +83,10 @@ class Section:
         return _steps(self.shape, self.src_strides), _steps(self.shape, self.dst_strides)
 
     def extents(self, lo: int, hi: int) -> tuple[Offsets, Offsets, Offsets]:
-        """Pieces ``lo`` to ``hi`` as contiguous ranges; see ``Copy.extents``, here without the bases."""
+        """Pieces ``lo`` to ``hi`` as contiguous ranges: offsets at both sides, and lengths (bytes).
+
+        In plan order; neighbours that adjoin on both sides are one range.
+        """
         firsts, run = self.firsts, self.run
         if firsts is None:
             src, dst = self._runs(lo, hi)
@@ -90,7 +97,7 @@ class Section:
         heads = edges[:-1]
         if not self.shape:
             return self.src[heads], self.dst[heads], (edges[1:] - heads) * run
-        # Runs inside a piece never adjoin, since the loops are minimal; those between two may.
+        # Those of two pieces may adjoin; inside one it would be by chance, since the loops are minimal.
         src, dst = self._runs(lo, hi)
         per_piece = len(src) // (hi - lo)
         first = np.ones(len(src), dtype=np.bool_)
@@ -112,36 +119,34 @@ class Section:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """One section for one tensor of one layer.
+    """One section for all the tensors that have it, of one layer or of several.
 
     Attributes:
-        src_buffer: Buffer number in the source's placement.
-        src_base: Byte offset in that buffer, to which the section's offsets are added.
-        dst_buffer: Buffer number in the destination's placement.
-        dst_base: Byte offset in that buffer, to which the section's offsets are added.
         section: The pieces.
+        src: For each tensor, layer by layer, its buffer number in the source's placement, and the byte
+            offset in that buffer to which the section's offsets are added.
+        dst: The same at the destination.
     """
 
-    src_buffer: int
-    src_base: int
-    dst_buffer: int
-    dst_base: int
     section: Section
+    src: Tensors
+    dst: Tensors
 
     @property
     def nbytes(self) -> int:
         """Bytes that this copy moves."""
-        return len(self.section.src) * self.section.piece_bytes
+        return len(self.src) * len(self.section.src) * self.section.piece_bytes
 
-    def extents(self, lo: int, hi: int) -> tuple[Offsets, Offsets, Offsets]:
-        """Pieces ``lo`` to ``hi`` as contiguous ranges, in plan order.
+    def extents(self, lo: int, hi: int) -> Iterator[tuple[int, Offsets, int, Offsets, Offsets]]:
+        """Pieces ``lo`` to ``hi`` of each tensor as contiguous ranges, in plan order.
 
-        Returns:
-            Source offsets, destination offsets (bytes, from the start of their buffers) and
-            lengths (bytes). Neighbours that adjoin on both sides are one range.
+        Yields:
+            For each tensor: the source's buffer, offsets in it, the destination's buffer, offsets in it,
+            and lengths (bytes). Neighbours that adjoin on both sides are one range.
         """
         src, dst, lengths = self.section.extents(lo, hi)
-        return src + self.src_base, dst + self.dst_base, lengths
+        for (source, here), (target, there) in zip(self.src, self.dst, strict=True):
+            yield source, src + here, target, dst + there, lengths
 
 
 def minimal(loops: list[Loop], run: int) -> tuple[list[Loop], int]:

@@ -22,7 +22,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from aiokv.device.cudakernels import LOOPS, WORDS
+from aiokv.device.cudakernels import LOOPS, WORDS, WORDS_BEFORE
 from aiokv.device.cudalibrary import Cuda, DriverCalls
 from aiokv.device.cudastream import CudaStream
 
@@ -302,20 +302,26 @@ class FakeCuda:
     def _function(self, name: str) -> SimpleNamespace:
         unit = int(name.removeprefix("move"))
 
-        def launch(grid: tuple[int], block: tuple[int], args: tuple[int], *, stream: CudaStream) -> None:
+        def launch(grid: tuple[int, int], block: tuple[int], args: tuple[int], *, stream: CudaStream) -> None:
             if status := self.failing.pop("launch", 0) or self.status:
                 raise FakeError(status)
             self.launches.append((unit, grid[0], stream.ptr))
             words = list((ctypes.c_int64 * WORDS).from_address(args[0]))
-            self._push(stream.ptr, lambda: self._move(unit, words))
+            tensors = words[WORDS_BEFORE : WORDS_BEFORE + 2 * grid[1]]
+
+            def run() -> None:
+                for src, dst in zip(tensors[::2], tensors[1::2], strict=True):
+                    self._move(unit, words, src, dst)
+
+            self._push(stream.ptr, run)
 
         return SimpleNamespace(kernel=launch)
 
-    def _move(self, unit: int, words: list[int]) -> None:
-        src, dst, src_at, dst_at, piece, units, run, loops = words[:8]
-        shape = words[8 : 8 + loops]
-        src_steps = words[8 + LOOPS : 8 + LOOPS + loops]
-        dst_steps = words[8 + 2 * LOOPS : 8 + 2 * LOOPS + loops]
+    def _move(self, unit: int, words: list[int], src: int, dst: int) -> None:
+        src_at, dst_at, piece, units, run, loops = words[:6]
+        shape = words[6 : 6 + loops]
+        src_steps = words[6 + LOOPS : 6 + LOOPS + loops]
+        dst_steps = words[6 + 2 * LOOPS : 6 + 2 * LOOPS + loops]
         if units * unit % piece:
             raise AssertionError(f"a launch of {units} units for pieces of {piece} bytes")
         count = units * unit // piece

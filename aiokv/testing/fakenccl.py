@@ -82,10 +82,10 @@ class StagingMockedDevice(MockedDevice):
         stream: Stream,
     ) -> None:
         """Enqueue the packing of a chunk, in plan order, to ``staging`` from ``offset`` on."""
-        copy = plan.copies(chunk.layer)[chunk.copy]
-        reads, _, lengths = copy.extents(chunk.lo, chunk.hi)
-        packed = offset + np.cumsum(lengths) - lengths
-        self._pieces("gather", src[copy.src_buffer], reads, staging, packed, lengths, stream)
+        for source, reads, _, _, lengths in plan.copy(chunk).extents(chunk.lo, chunk.hi):
+            packed = offset + np.cumsum(lengths) - lengths
+            self._pieces("gather", src[source], reads, staging, packed, lengths, stream)
+            offset += int(lengths.sum())
 
     def scatter(
         self,
@@ -98,10 +98,10 @@ class StagingMockedDevice(MockedDevice):
         stream: Stream,
     ) -> None:
         """Enqueue the mirror image of ``gather``."""
-        copy = plan.copies(chunk.layer)[chunk.copy]
-        _, writes, lengths = copy.extents(chunk.lo, chunk.hi)
-        packed = offset + np.cumsum(lengths) - lengths
-        self._pieces("scatter", staging, packed, dst[copy.dst_buffer], writes, lengths, stream)
+        for _, _, target, writes, lengths in plan.copy(chunk).extents(chunk.lo, chunk.hi):
+            packed = offset + np.cumsum(lengths) - lengths
+            self._pieces("scatter", staging, packed, dst[target], writes, lengths, stream)
+            offset += int(lengths.sum())
 
     def _pieces(
         self,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aiokv.device.base import Buffer
 from aiokv.proto.plan import Chunk, CopyPlan
-from aiokv.transports.extents import Extents
-from aiokv.transports.frames import Ranges
+from aiokv.transports.extents import Extents, addresses
+from aiokv.transports.seen import Seen
 
 __all__ = ["Arriving", "NoRoom", "Parts"]
 
@@ -23,15 +22,22 @@ class NoRoom(Exception):
     """Whatever it goes through on its way is full; who is told of it asks again, when told to."""
 
 
-@dataclass(eq=False, slots=True)
 class Arriving:
-    """One part that is expected."""
+    """One part that is expected.
 
-    plan: CopyPlan
-    dst: Sequence[Buffer]
-    landed: Callable[[int, int], None]
-    #: Pieces that came or are coming, for each layer and copy, over all streams.
-    seen: dict[tuple[int, int], Ranges] = field(default_factory=dict)
+    Args:
+        plan: Of the part.
+        dst: Where it goes.
+        landed: Told of each chunk that is in place.
+    """
+
+    __slots__ = ("_seen", "dst", "landed", "plan")
+
+    def __init__(self, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[Chunk], None]) -> None:
+        self.plan = plan
+        self.dst = dst
+        self.landed = landed
+        self._seen = Seen(plan)
 
     def place(self, chunk: Chunk, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Where a chunk that begins to arrive goes: addresses and lengths. Each is placed once.
@@ -44,16 +50,13 @@ class Arriving:
             ValueError: It is not in the plan, or some of it came before.
             NoRoom: There is no place for it now.
         """
-        self.plan.check(chunk)
-        if not self.seen.setdefault((chunk.layer, chunk.copy), Ranges()).add(chunk.lo, chunk.hi):
-            raise ValueError(f"{chunk} came before")
-        copy = self.plan.copies(chunk.layer)[chunk.copy]
-        _, offsets, lengths = extents.of(copy, chunk.lo, chunk.hi)
-        return offsets + self.dst[copy.dst_buffer].address, lengths
+        self._seen.add(chunk)
+        copy = self.plan.copy(chunk)
+        return extents.targets(copy, chunk.lo, chunk.hi, addresses(copy.dst, self.dst))
 
     def complete(self, chunk: Chunk) -> None:
         """All of a chunk that was placed is there."""
-        self.landed(chunk.layer, chunk.nbytes)
+        self.landed(chunk)
 
 
 class Parts:

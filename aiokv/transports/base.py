@@ -97,13 +97,13 @@ class Link(Protocol):
         """Two-sided, at the producer: call this whenever ``writable`` becomes true again."""
 
     def expect(
-        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]
+        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[Chunk], None]
     ) -> None:
         """Two-sided, at the consumer: chunks of ``part`` may arrive from now on.
 
-        ``landed(layer, nbytes)`` is called on the loop when so many more bytes of a layer are in
-        place. Data may overtake the call by a little; data of a part that nobody comes to expect, or
-        chunks outside the plan, cut the link.
+        ``landed(chunk)`` is called on the loop when a chunk, or a part of one, is in place. Data may
+        overtake the call by a little; data of a part that nobody comes to expect, or chunks outside
+        the plan, cut the link.
         """
 
     def forget(self, part: PartId) -> Event | None:

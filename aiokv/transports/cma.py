@@ -27,7 +27,7 @@ from aiokv.device.cache import KVCache
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PeerInfo
-from aiokv.transports.extents import Extents
+from aiokv.transports.extents import Extents, addresses
 from aiokv.transports.handshake import MAX_EXTRA, Welcome
 from aiokv.transports.local import LocalEnd, LocalTransport, Offer
 from aiokv.transports.vectors import VectorIO
@@ -177,10 +177,11 @@ class _ConsumerEnd(LocalEnd):
         """Read one chunk, now; on the host ``stream`` has nothing to wait for."""
         if self.lost:
             raise self.lost_error()
-        copy = plan.copies(chunk.layer)[chunk.copy]
-        offsets, targets, lengths = self._extents.of(copy, chunk.lo, chunk.hi)
-        into = targets + dst[copy.dst_buffer].address
-        out = offsets + self._buffers[copy.src_buffer]
+        copy, lo, hi = plan.copy(chunk), chunk.lo, chunk.hi
+        into, lengths = self._extents.targets(copy, lo, hi, addresses(copy.dst, dst))
+        out, _ = self._extents.sources(
+            copy, lo, hi, [self._buffers[number] + base for number, base in copy.src]
+        )
         failure = None
         try:
             self._process.read(into, out, lengths)

@@ -86,7 +86,7 @@ class LinkEnd:
         """Two-sided, at the producer; any other end is never writable, so never calls."""
 
     def expect(
-        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]
+        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[Chunk], None]
     ) -> None:
         """Two-sided, at the consumer; see ``Link.expect``."""
         self._refuse("expect")

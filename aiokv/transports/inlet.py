@@ -61,7 +61,7 @@ class Inlet:
         self._scratch = array("B", bytes(_SCRATCH))
         #: Part and chunk of the frame that is being read; empty while it is drained, or over.
         self._tag = b""
-        self._chunk = Chunk(0, 0, 0, 0, 0)
+        self._chunk = Chunk(0, 0, 0, 0, 0, 0)
         #: Bytes of this frame that are drained after those that ``_vector`` is for.
         self._to_drain = 0
         #: Where the next bytes go: what is left of a frame, and then the next header.

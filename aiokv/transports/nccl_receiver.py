@@ -90,7 +90,7 @@ class NcclReceiver(NcclEnd[_Chunk]):
     # -- parts
 
     def expect(
-        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]
+        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[Chunk], None]
     ) -> None:
         """Chunks of ``part`` may arrive from now on, each once and in any order."""
         if self._dying or self._lost:
@@ -242,7 +242,7 @@ class NcclReceiver(NcclEnd[_Chunk]):
         for unit in units:
             if unit.part is not None and not self._dying:
                 try:
-                    unit.part.landed(unit.chunk.layer, unit.chunk.nbytes)
+                    unit.part.landed(unit.chunk)
                 except Exception as error:  # noqa: BLE001 - one part's mistake stops no other part's bytes
                     context = {"message": f"callback for {unit.chunk} failed", "exception": error}
                     self._loop.call_exception_handler(context)

@@ -18,7 +18,7 @@ from aiokv.device.base import Buffer, Event, Stream
 from aiokv.errors import DeviceError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PartId
-from aiokv.transports.extents import Extents
+from aiokv.transports.extents import Extents, addresses
 from aiokv.transports.frames import tag_of
 from aiokv.transports.nccl_end import NcclEnd
 from aiokv.transports.nccl_home import Home
@@ -175,14 +175,12 @@ class NcclSender(NcclEnd[_Chunk]):
             DeviceError: It can't be gathered.
         """
         chunk = unit.chunk
-        copy = unit.plan.copies(chunk.layer)[chunk.copy]
-        offsets, _, lengths = self._extents.of(copy, chunk.lo, chunk.hi)
-        base = unit.src[copy.src_buffer].address
+        copy = unit.plan.copy(chunk)
+        where, lengths = self._extents.sources(copy, chunk.lo, chunk.hi, addresses(copy.src, unit.src))
         if 1 < len(lengths) <= MOST_RUNS and chunk.nbytes >= _LONG_RUN * len(lengths):
-            addresses = (offsets + base).tolist()
-            return list(zip(addresses, lengths.tolist(), strict=True))
-        if bool(np.array_equal(offsets[1:], offsets[:-1] + lengths[:-1])):
-            return [(base + int(offsets[0]), chunk.nbytes)]
+            return list(zip(where.tolist(), lengths.tolist(), strict=True))
+        if bool(np.array_equal(where[1:], where[:-1] + lengths[:-1])):
+            return [(int(where[0]), chunk.nbytes)]
         if not self._free:
             return None
         slot = self._free[-1]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from aiokv.device.base import Buffer, Event
 from aiokv.errors import LocalProtocolError
-from aiokv.proto.plan import CopyPlan
+from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.arriving import Arriving, Parts
 from aiokv.transports.base import PartId
 from aiokv.transports.frames import tag_of
@@ -36,7 +36,7 @@ class Receiver(StreamEnd):
         ]
 
     def expect(
-        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]
+        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[Chunk], None]
     ) -> None:
         """Chunks of ``part`` may arrive from now on, each once and in any order."""
         if self._lost:
@@ -49,7 +49,7 @@ class Receiver(StreamEnd):
             inlet.resume(tag)
 
     def _arriving(
-        self, tag: bytes, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]
+        self, tag: bytes, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[Chunk], None]
     ) -> Arriving:
         return Arriving(plan, dst, landed)
 

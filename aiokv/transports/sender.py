@@ -16,7 +16,7 @@ from aiokv.device.base import Buffer, Event, Stream
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PartId
-from aiokv.transports.extents import Extents
+from aiokv.transports.extents import Extents, addresses
 from aiokv.transports.frames import pack, tag_of
 from aiokv.transports.stream import StreamEnd, slice_of
 from aiokv.transports.vectors import Vector, VectorIO
@@ -76,10 +76,10 @@ class Sender(StreamEnd):
         """Send one chunk; on the host ``stream`` has nothing to wait for."""
         if self._lost:
             raise self.lost_error()
-        copy = plan.copies(chunk.layer)[chunk.copy]
-        offsets, _, lengths = self._extents.of(copy, chunk.lo, chunk.hi)
+        copy = plan.copy(chunk)
+        where, lengths = self._extents.sources(copy, chunk.lo, chunk.hi, addresses(copy.src, src))
         event = _Sent()
-        self.put(part, chunk, offsets + src[copy.src_buffer].address, lengths, event)
+        self.put(part, chunk, where, lengths, event)
         return event
 
     def put(

@@ -72,20 +72,17 @@ class PinnedMemory(Buffer, Protocol):
 
 
 def split(plan: CopyPlan, chunk: Chunk, limit: int) -> Iterator[Chunk]:
-    """A chunk as chunks of at most ``limit`` bytes, in order.
+    """A chunk as chunks of at most ``limit`` bytes, in plan order.
 
     Raises:
         DeviceError: A piece of it is larger.
     """
-    size = plan.copies(chunk.layer)[chunk.copy].section.piece_bytes
-    step = limit // size
-    if not step:
+    size = plan.copy(chunk).section.piece_bytes
+    if size > limit:
         raise DeviceError(
             f"{chunk} has pieces of {size} bytes, and staging memory slots of {limit}; raise `staging`"
         )
-    for lo in range(chunk.lo, chunk.hi, step):
-        hi = min(lo + step, chunk.hi)
-        yield Chunk(chunk.layer, chunk.copy, lo, hi, (hi - lo) * size)
+    return plan.split(chunk, limit)
 
 
 class Ring:

@@ -14,7 +14,7 @@ from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.arriving import Arriving, NoRoom
 from aiokv.transports.base import PartId
 from aiokv.transports.extents import Extents
-from aiokv.transports.frames import Ranges, tag_of
+from aiokv.transports.frames import tag_of
 from aiokv.transports.receiver import Receiver
 from aiokv.transports.staging import Ring, Staging, split
 from aiokv.transports.staging_scatter import Scatterer
@@ -32,7 +32,7 @@ class _StagedArriving(Arriving):
         tag: bytes,
         plan: CopyPlan,
         dst: Sequence[Buffer],
-        landed: Callable[[int, int], None],
+        landed: Callable[[Chunk], None],
         scatterer: Scatterer,
     ) -> None:
         super().__init__(plan, dst, landed)
@@ -54,8 +54,7 @@ class _StagedArriving(Arriving):
             raise ValueError(f"{chunk} needs {len(parts)} slots of staging memory, there are {ring.slots}")
         if len(parts) > ring.free:
             raise NoRoom
-        if not self.seen.setdefault((chunk.layer, chunk.copy), Ranges()).add(chunk.lo, chunk.hi):
-            raise ValueError(f"{chunk} came before")
+        self._seen.add(chunk)
         placed = self._reading[chunk] = [(part, ring.take()) for part in parts]
         addresses = np.array([ring.address(slot) for _, slot in placed], dtype=np.int64)
         return addresses, np.array([part.nbytes for part, _ in placed], dtype=np.int64)
@@ -65,9 +64,9 @@ class _StagedArriving(Arriving):
         for part, slot in self._reading.pop(chunk):
             self._scatterer.scatter(self._tag, self.plan, part, self.dst, slot, self._landed)
 
-    def _landed(self, layer: int, nbytes: int) -> None:
+    def _landed(self, chunk: Chunk) -> None:
         if self._wanted:
-            self.landed(layer, nbytes)
+            self.landed(chunk)
 
     def forget(self) -> list[int]:
         """Tell nobody of what lands from now on; gives the slots of frames that are being read."""
@@ -108,7 +107,7 @@ class StagedReceiver(Receiver):
         super().__init__(link, name, socks, io, table)
 
     def _arriving(
-        self, tag: bytes, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]
+        self, tag: bytes, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[Chunk], None]
     ) -> Arriving:
         return _StagedArriving(tag, plan, dst, landed, self._scatterer)
 

@@ -44,7 +44,7 @@ class Scatterer:
         chunk: Chunk,
         dst: Sequence[Buffer],
         slot: int,
-        landed: Callable[[int, int], None],
+        landed: Callable[[Chunk], None],
     ) -> None:
         """Copy a chunk from ``slot``; then call ``landed``, and free the slot."""
         self._turn ^= 1
@@ -66,7 +66,7 @@ class Scatterer:
         chunk: Chunk,
         event: Event,
         slot: int,
-        landed: Callable[[int, int], None],
+        landed: Callable[[Chunk], None],
         error: DeviceError | None,
     ) -> None:
         flying = self._flying[tag]
@@ -77,7 +77,7 @@ class Scatterer:
             self._broke(f"a chunk was not copied to the device: {error}")
             return
         try:
-            landed(chunk.layer, chunk.nbytes)
+            landed(chunk)
         except Exception as failure:  # noqa: BLE001 - one part's mistake stops no other part's bytes
             context = {"message": f"callback for {chunk} failed: {landed!r}", "exception": failure}
             asyncio.get_running_loop().call_exception_handler(context)

@@ -7,15 +7,16 @@ import struct
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from aiokv.device.base import Buffer, Event, Stream
 from aiokv.errors import LocalProtocolError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PartId
-from aiokv.transports.frames import HEADER_BYTES, Ranges, pack, tag_of, unpack
+from aiokv.transports.frames import HEADER_BYTES, pack, tag_of, unpack
 from aiokv.transports.local import LocalEnd
 from aiokv.transports.patience import Patience
+from aiokv.transports.seen import Seen
 from aiokv.transports.staging import Ring, Staging
 from aiokv.transports.staging_gather import Gatherer, Outgoing
 from aiokv.transports.staging_scatter import Scatterer
@@ -156,20 +157,14 @@ class _Expected:
 
     plan: CopyPlan
     dst: Sequence[Buffer]
-    landed: Callable[[int, int], None]
-    seen: dict[tuple[int, int], Ranges] = field(default_factory=dict)
+    landed: Callable[[Chunk], None]
+    seen: Seen
     wanted: bool = True
 
-    def check(self, chunk: Chunk) -> None:
-        """Raise ValueError unless the chunk is in the plan and didn't come before."""
-        self.plan.check(chunk)
-        if not self.seen.setdefault((chunk.layer, chunk.copy), Ranges()).add(chunk.lo, chunk.hi):
-            raise ValueError(f"{chunk} came before")
-
-    def tell(self, layer: int, nbytes: int) -> None:
+    def tell(self, chunk: Chunk) -> None:
         """So much is in place."""
         if self.wanted:
-            self.landed(layer, nbytes)
+            self.landed(chunk)
 
 
 class ConsumerEnd(_End):
@@ -222,7 +217,7 @@ class ConsumerEnd(_End):
             self._free(slot)
             return
         try:
-            part.check(chunk)
+            part.seen.add(chunk)
         except ValueError as error:
             self.cut(f"the producer sent what it must not: {error}")
             return
@@ -242,7 +237,7 @@ class ConsumerEnd(_End):
                 self._take(tag, chunk, slot)
 
     def expect(
-        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]
+        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[Chunk], None]
     ) -> None:
         """Chunks of ``part`` may arrive from now on, each once and in any order."""
         if self.lost:
@@ -250,7 +245,7 @@ class ConsumerEnd(_End):
         tag = tag_of(part)
         if tag in self._expected or tag in self._forgotten:
             raise LocalProtocolError(f"part {part} was expected before; a new attempt needs a new number")
-        self._expected[tag] = _Expected(plan, dst, landed)
+        self._expected[tag] = _Expected(plan, dst, landed, Seen(plan))
         self._take_early(tag)
 
     def forget(self, part: PartId) -> Event | None:

@@ -72,7 +72,11 @@ def test_fragments_of_a_plan() -> None:
     ids = np.array([5, 0, 3], dtype=np.int64)
     plan = plan_of(side_of(6, size, ids), side_of(3, size, np.arange(3, dtype=np.int64)))
     assert plan.total == 3 * size
-    ranges = [plan.copies(0)[chunk.copy].extents(chunk.lo, chunk.hi) for chunk in plan.chunks(0, 1 << 20)]
+    ranges = [
+        (src, dst, lengths)
+        for chunk in plan.chunks((0,), 1 << 20)
+        for _, src, _, dst, lengths in plan.copy(chunk).extents(chunk.lo, chunk.hi)
+    ]
     src, dst, lengths = (np.concatenate(arrays) for arrays in zip(*ranges, strict=True))
     assert src.tolist() == (ids * size).tolist()
     assert dst.tolist() == [0, size, 2 * size]

@@ -339,7 +339,7 @@ def test_tokens_move_between_registered_and_allocated_memory(make: Callable[[], 
     plan = plan_copy(*sides, first_token=0, tokens=12, heads=(0, 3))
     device = HostDevice()
     for layer in plan.layers:
-        for chunk in plan.chunks(layer, 1000):
+        for chunk in plan.chunks((layer,), 1000):
             device.copy(plan, chunk, source.buffers, target.buffers, stream=device.stream())
         for half, tensor in enumerate(planes(target, layer)):
             assert torch.equal(tensor[[1, 2, 0]].transpose(1, 2), tensors[layer][half][[3, 0, 4]])

@@ -15,7 +15,7 @@ from aiokv.device.cudacosts import PATHS, TYPICAL
 from aiokv.device.host import HostBuffer, HostDevice
 from aiokv.errors import CapacityError, ClosedError, DeviceError
 from aiokv.proto.layout import CacheLayout
-from aiokv.proto.placement import Placement
+from aiokv.proto.placement import GroupPlacement, Placement
 from aiokv.proto.plan import CopyPlan, GroupBlocks, Side, plan_copy
 from aiokv.testing.conformance.devices import CASES, Case
 from aiokv.testing.cudakit import CudaKit
@@ -145,13 +145,13 @@ def test_gathers_in_plan_order_and_scatters_back(fake: FakeCuda, path: str | Non
     plan = plan_of(ids, others)
     staging = device.allocate(4096) if where == "gpu" else host_of(device, 4096)
     stream, at = device.stream(), 48
-    for chunk in plan.chunks(0, 1 << 20):
+    for chunk in plan.chunks((0,), 1 << 20):
         device.gather(plan, chunk, [source], staging, at, stream=stream)
         device.scatter(plan, chunk, staging, at, [target], stream=stream)
         packed = ctypes.string_at(staging.address + at, chunk.nbytes)
-        src, _, lengths = plan.copies(0)[chunk.copy].extents(chunk.lo, chunk.hi)
         wanted = b"".join(
             ctypes.string_at(source.address + start, size)
+            for _, src, _, _, lengths in plan.copy(chunk).extents(chunk.lo, chunk.hi)
             for start, size in zip(src.tolist(), lengths.tolist(), strict=True)
         )
         assert packed == wanted
@@ -165,12 +165,51 @@ def test_gathers_in_plan_order_and_scatters_back(fake: FakeCuda, path: str | Non
     device.close()
 
 
+@pytest.mark.parametrize("path", [None, *PATHS])
+@pytest.mark.parametrize("split", [False, True], ids=["one buffer", "a buffer for each tensor"])
+def test_many_layers_move_at_once(fake: FakeCuda, path: str | None, split: bool, seed: int) -> None:
+    device, count = make(fake, path=path, staging=1 << 12), 75
+    layout = CacheLayout.attention(
+        layers=count, blocks=8, block_size=4, heads=2, head_size=24, dtype="uint8", axes="bthd", split=True
+    )
+    place, stream, rng = Placement.dense(layout), device.stream(), np.random.default_rng(seed)
+    if split:
+        each = place.buffers[0] // (2 * count)
+        planes = tuple(((2 * n, 0), (2 * n + 1, 0)) for n in range(count))
+        group = GroupPlacement(place.groups[0].strides, planes)
+        place = Placement(buffers=(each,) * (2 * count), groups=(group,))
+    sides = [Side(layout, place, (GroupBlocks(0, rng.permutation(8)[:3]),)) for _ in range(2)]
+    plan = plan_copy(*sides, first_token=0, tokens=12, heads=(0, 2))
+    (chunk,) = plan.chunks(plan.layers, 1 << 30)
+    caches = [[device.allocate(nbytes) for nbytes in place.buffers] for _ in range(3)]
+    source, target, back = caches
+    host = host_of(device, plan.total)
+    for buffer in source:
+        ctypes.memmove(buffer.address, rng.bytes(buffer.nbytes), buffer.nbytes)
+    before = len(fake.launches)
+    device.copy(plan, chunk, source, target, stream=stream)
+    # No launch takes more than 128 tensors.
+    assert len(fake.launches) == before + (0 if path == "plain" else 2)
+    device.gather(plan, chunk, source, host, 0, stream=stream)
+    device.scatter(plan, chunk, host, 0, back, stream=stream)
+    assert stream.record().done()
+    for copy in (target, back):
+        for here, at, there, to, lengths in plan.copy(chunk).extents(chunk.lo, chunk.hi):
+            for start, end, size in zip(at.tolist(), to.tolist(), lengths.tolist(), strict=True):
+                found = ctypes.string_at(copy[there].address + end, size)
+                assert found == ctypes.string_at(source[here].address + start, size)
+    host.close()
+    for buffer in (*source, *target, *back):
+        buffer.close()
+    device.close()
+
+
 def test_offsets_are_uploaded_once_a_plan_and_kept_as_long(fake: FakeCuda, device: CudaDevice) -> None:
     source, target = cache_of(device, 1), cache_of(device, 2)
     plan, stream = plan_of([5, 9, 30, 2]), device.stream()
     free = device._engine._offsets.free
     before = len(fake.copies)
-    chunks = list(plan.chunks(0, BLOCK))
+    chunks = list(plan.chunks((0,), BLOCK))
     assert len(chunks) > 2
     with fake.held(stream.ptr):
         for chunk in chunks:
@@ -179,7 +218,9 @@ def test_offsets_are_uploaded_once_a_plan_and_kept_as_long(fake: FakeCuda, devic
         del plan
         gc.collect()
         other = plan_of([1, 20])
-        device.copy(other, next(iter(other.chunks(0, 1 << 20))), [source], [target], stream=device.stream())
+        device.copy(
+            other, next(iter(other.chunks((0,), 1 << 20))), [source], [target], stream=device.stream()
+        )
         kept = device._engine._offsets.free
         assert kept < free - 128  # what is in flight reads them
     del other
@@ -197,7 +238,7 @@ def test_no_room_for_offsets_is_no_failure(fake: FakeCuda) -> None:
         pass
     source, target, staging = cache_of(device, 1), cache_of(device, 2), host_of(device, 4096)
     plan, stream = plan_of([5, 9, 30, 2]), device.stream()
-    for chunk in plan.chunks(0, 1 << 20):
+    for chunk in plan.chunks((0,), 1 << 20):
         device.copy(plan, chunk, [source], [target], stream=stream)
         device.gather(plan, chunk, [source], staging, 0, stream=stream)
     assert block(source, 30) == block(target, 30)
@@ -211,7 +252,7 @@ def test_a_copy_within_the_host_is_refused_where_the_loop_would_wait_for_it(fake
     nbytes = Placement.dense(LAYOUT).buffers[0]
     source, target = host_of(device, nbytes), host_of(device, nbytes)
     plan, stream = plan_of([5, 9, 30, 2]), device.stream()
-    (chunk, *_) = plan.chunks(0, 1 << 20)
+    (chunk, *_) = plan.chunks((0,), 1 << 20)
     while device._engine._offsets._ranges.take(128) is not None:
         pass
     before = len(fake.copies)
@@ -229,7 +270,7 @@ def test_dma_keeps_within_what_was_pinned_at_a_time(fake: FakeCuda, monkeypatch:
         device = make(fake, path=path)
         source, staging = cache_of(device, 1), host_of(device, 4096)
         plan, stream = plan_of(list(range(8))), device.stream()
-        for chunk in plan.chunks(0, 1 << 20):
+        for chunk in plan.chunks((0,), 1 << 20):
             # FakeCuda checks each access against one range.
             device.gather(plan, chunk, [source], staging, 100, stream=stream)
             device.scatter(plan, chunk, staging, 100, [source], stream=stream)
@@ -248,7 +289,7 @@ def test_the_companion_follows_what_was_enqueued_before(fake: FakeCuda) -> None:
     first, second = cache_of(device, 1), cache_of(device, 2)
     staging = host_of(device, 4096)
     plan, stream = plan_of([5, 9]), device.stream()
-    (chunk, *_) = plan.chunks(0, 1 << 20)
+    (chunk, *_) = plan.chunks((0,), 1 << 20)
     device.gather(plan, chunk, [first], staging, 0, stream=stream)  # the companion is made
     with fake.held(stream.ptr):
         device.copy(plan, chunk, [first], [second], stream=stream)
@@ -265,7 +306,7 @@ def test_gathers_run_ahead_of_sends(fake: FakeCuda) -> None:
     device = make(fake, path="staged", staging=3 * 1024)
     source, staging = cache_of(device, 1), host_of(device, 1 << 14)
     plan, stream = plan_of(list(range(0, 64, 2))), device.stream()
-    chunks = list(plan.chunks(0, 1 << 20))
+    chunks = list(plan.chunks((0,), 1 << 20))
     before = len(fake.launches)
     device.gather(plan, chunks[0], [source], staging, 0, stream=stream)
     companion = stream.companion
@@ -289,7 +330,7 @@ def test_a_stream_that_is_held_up_takes_no_staging(fake: FakeCuda) -> None:
     device = make(fake, path="staged")
     source, staging = cache_of(device, 1), host_of(device, 4096)
     plan, caller, stuck, free = plan_of([5, 9]), device.stream(), device.stream(), device.stream()
-    (chunk, *_) = plan.chunks(0, 1 << 20)
+    (chunk, *_) = plan.chunks((0,), 1 << 20)
     with fake.held(caller.ptr):
         stuck.wait(caller.record())
         device.gather(plan, chunk, [source], staging, 0, stream=stuck)
@@ -378,7 +419,7 @@ def test_a_stream_of_another_device_is_refused() -> None:
         devices[0].adopt(SimpleNamespace(__cuda_stream__=lambda: (0, 0), device_index=1))
     plan = plan_of([1])
     with pytest.raises(DeviceError, match="no stream of CUDA device 0"):
-        devices[0].copy(plan, next(iter(plan.chunks(0, 1 << 20))), [mine], [mine], stream=other)
+        devices[0].copy(plan, next(iter(plan.chunks((0,), 1 << 20))), [mine], [mine], stream=other)
     mine.close()
     devices[0].stream().wait(other.record())  # but it can be waited for
     for each in devices:
@@ -402,7 +443,7 @@ def test_the_threads_current_device_is_put_back(fake: FakeCuda) -> None:
     device = make(fake)
     plan, stream = plan_of([1]), device.stream()
     source, target = cache_of(device, 1), cache_of(device, 2)
-    device.copy(plan, next(iter(plan.chunks(0, 1 << 20))), [source], [target], stream=stream)
+    device.copy(plan, next(iter(plan.chunks((0,), 1 << 20))), [source], [target], stream=stream)
     assert fake._current == 0x1234
     source.close()
     target.close()
@@ -415,7 +456,7 @@ def test_the_threads_current_device_is_put_back(fake: FakeCuda) -> None:
 
 def test_memory_that_a_gpu_cannot_reach(device: CudaDevice) -> None:
     plan, stream, source = plan_of([1]), device.stream(), cache_of(device, 1)
-    (chunk, *_) = plan.chunks(0, 1 << 20)
+    (chunk, *_) = plan.chunks((0,), 1 << 20)
     host = HostBuffer.allocate(1 << 16)
     with pytest.raises(DeviceError, match="has to be pinned"):
         device.copy(plan, chunk, [source], [host], stream=stream)
@@ -439,7 +480,7 @@ def test_memory_that_a_gpu_cannot_reach(device: CudaDevice) -> None:
 
 def test_memory_pinned_to_be_read_is_not_written(device: CudaDevice) -> None:
     plan, stream, source = plan_of([1]), device.stream(), cache_of(device, 1)
-    (chunk, *_) = plan.chunks(0, 1 << 20)
+    (chunk, *_) = plan.chunks((0,), 1 << 20)
     pinned = device.pin_now(HostBuffer.allocate(4096), readonly=True)
     device.scatter(plan, chunk, pinned, 0, [source], stream=stream)
     with pytest.raises(DeviceError, match="only be read"):
@@ -497,7 +538,7 @@ def test_a_device_that_is_lost_says_so_from_then_on(fake: FakeCuda) -> None:
     device = make(fake)
     source, target = cache_of(device, 1), cache_of(device, 2)
     plan, stream = plan_of([1]), device.stream()
-    (chunk, *_) = plan.chunks(0, 1 << 20)
+    (chunk, *_) = plan.chunks((0,), 1 << 20)
     fine = stream.record()
     assert fine.done()
     event = device.stream().record()
@@ -524,7 +565,7 @@ def test_a_device_that_is_lost_says_so_from_then_on(fake: FakeCuda) -> None:
 def test_an_error_that_passes_is_told_once(fake: FakeCuda, device: CudaDevice) -> None:
     source, target = cache_of(device, 1), cache_of(device, 2)
     plan, stream = plan_of([1, 9]), device.stream()
-    (chunk, *_) = plan.chunks(0, 1 << 20)
+    (chunk, *_) = plan.chunks((0,), 1 << 20)
     fake.failing["launch"] = 701
     with pytest.raises(DeviceError, match="can't be launched"):
         device.copy(plan, chunk, [source], [target], stream=stream)
@@ -546,7 +587,7 @@ def test_what_was_enqueued_before_an_error_is_over_when_the_stream_is(
     device = make(fake, path=path, staging=3 * 1024)
     source, staging = cache_of(device, 1), host_of(device, 1 << 14)
     plan, stream = plan_of(list(range(0, 64, 2))), device.stream()
-    (chunk, *_) = plan.chunks(0, 1 << 20)
+    (chunk, *_) = plan.chunks((0,), 1 << 20)
     device.gather(plan, chunk, [source], staging, 0, stream=stream)
     copies, calls = fake._runtime_memcpyAsync, []
 
@@ -578,7 +619,7 @@ def test_what_was_gathered_ahead_is_over_when_the_stream_is_though_it_could_not_
     device = make(fake, path="staged", staging=3 * 1024)
     source, staging = cache_of(device, 1), host_of(device, 1 << 14)
     plan, stream = plan_of(list(range(0, 64, 2))), device.stream()
-    (chunk, *_) = plan.chunks(0, 1 << 20)
+    (chunk, *_) = plan.chunks((0,), 1 << 20)
     device.gather(plan, chunk, [source], staging, 0, stream=stream)
     ahead = stream.companion
     assert ahead is not None

@@ -223,7 +223,7 @@ def planned() -> tuple[CopyPlan, Chunk, int]:
     placement = Placement.dense(LAYOUT)
     side = Side(LAYOUT, placement, (GroupBlocks(0, np.array([5, 2], dtype=np.int64)),))
     plan = plan_copy(side, side, first_token=0, tokens=8, heads=(0, 2))
-    return plan, next(plan.chunks(0, 1 << 20)), placement.buffers[0]
+    return plan, next(plan.chunks((0,), 1 << 20)), placement.buffers[0]
 
 
 def test_events_are_done_at_once() -> None:

@@ -45,16 +45,20 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_pieces_arrive_and_nothing_else_is_touched(name: str, seed: int) -> None:
     part = CASES[name]
-    copy = Copy(0, 5, 0, 11, part)
-    before = random.Random(seed).randbytes(part.src_reach + copy.src_base)
-    src, dst = memoryview(bytearray(before)), memoryview(bytearray(part.dst_reach + copy.dst_base))
-    wanted = bytearray(len(dst))
+    copy = Copy(part, ((0, 5), (1, 7)), ((0, 11), (1, 2)))
+    rng = random.Random(seed)
+    before = [rng.randbytes(part.src_reach + base) for _, base in copy.src]
+    src = [memoryview(bytearray(data)) for data in before]
+    dst = [memoryview(bytearray(part.dst_reach + base)) for _, base in copy.dst]
+    wanted = [bytearray(len(data)) for data in dst]
     for lo, hi in ((0, 1), (1, len(part.src)), (0, len(part.src))):
         for piece in range(lo, hi):
             for steps in np.ndindex(*part.shape):
-                at = copy.src_base + int(part.src[piece]) + int(np.dot(part.src_strides, steps))
-                to = copy.dst_base + int(part.dst[piece]) + int(np.dot(part.dst_strides, steps))
-                wanted[to : to + part.run] = before[at : at + part.run]
+                at = int(part.src[piece]) + int(np.dot(part.src_strides, steps))
+                to = int(part.dst[piece]) + int(np.dot(part.dst_strides, steps))
+                for n, ((_, here), (_, there)) in enumerate(zip(copy.src, copy.dst, strict=True)):
+                    moved = before[n][at + here : at + here + part.run]
+                    wanted[n][to + there : to + there + part.run] = moved
         if lo < hi:
             hostcopy.copy_pieces(copy, lo, hi, src, dst)
         assert dst == wanted
@@ -65,14 +69,16 @@ def test_pieces_arrive_and_nothing_else_is_touched(name: str, seed: int) -> None
 @pytest.mark.parametrize("short", ["source", "destination"])
 def test_a_byte_too_few_and_nothing_is_copied(name: str, short: str) -> None:
     part = CASES[name]
-    copy = Copy(0, 0, 0, 0, part)
+    copy = Copy(part, ((0, 0),), ((0, 0),))
     src = memoryview(bytes(part.src_reach - (short == "source")))
     dst = memoryview(bytearray(b"x" * (part.dst_reach - (short == "destination"))))
     with pytest.raises(ValueError, match="beyond a buffer"):
-        hostcopy.copy_pieces(copy, 0, 1, src, dst)
+        hostcopy.copy_pieces(copy, 0, 1, [src], [dst])
     assert bytes(dst) == b"x" * len(dst)
     with pytest.raises(TypeError, match="read-only"):
-        hostcopy.copy_pieces(copy, 0, 1, memoryview(bytes(part.src_reach)), memoryview(bytes(part.dst_reach)))
+        hostcopy.copy_pieces(
+            copy, 0, 1, [memoryview(bytes(part.src_reach))], [memoryview(bytes(part.dst_reach))]
+        )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -80,7 +86,7 @@ def test_within_one_buffer(name: str) -> None:
     part = replace(CASES[name])
     size = max(part.src_reach, part.dst_reach)
     both = memoryview(bytearray(size))
-    hostcopy.copy_pieces(Copy(0, 0, 0, 0, part), 0, len(part.src), both, both)
+    hostcopy.copy_pieces(Copy(part, ((0, 0),), ((0, 0),)), 0, len(part.src), [both], [both])
 
 
 def test_a_whole_cache_between_two_layouts(seed: int) -> None:
@@ -98,11 +104,12 @@ def test_a_whole_cache_between_two_layouts(seed: int) -> None:
     src[:] = data
     for one, two, source, target in ((here, there, src, dst), (there, here, dst, back)):
         plan = plan_copy(one, two, first_token=0, tokens=tokens, heads=(0, 4))
-        for layer in plan.layers:
-            for chunk in plan.chunks(layer, 5000):
-                hostcopy.copy_pieces(plan.copies(layer)[chunk.copy], chunk.lo, chunk.hi, source, target)
+        for chunk in plan.chunks(plan.layers, 5000):
+            copy = plan.copy(chunk)
+            hostcopy.copy_pieces(copy, chunk.lo, chunk.hi, [source] * len(copy.src), [target] * len(copy.dst))
     again = plan_copy(here, here, first_token=0, tokens=tokens, heads=(0, 4))
     for layer in again.layers:
         for copy in again.copies(layer):
-            for at, _, length in zip(*(x.tolist() for x in copy.extents(0, 99)), strict=True):
-                assert back[at : at + length] == src[at : at + length]
+            for _, starts, _, _, lengths in copy.extents(0, 99):
+                for at, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+                    assert back[at : at + length] == src[at : at + length]

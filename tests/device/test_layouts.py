@@ -190,7 +190,7 @@ def test_every_byte_is_where_the_reference_puts_it(
 
     device = HostDevice()
     for layer in plan.layers:
-        for chunk in plan.chunks(layer, limit):
+        for chunk in plan.chunks((layer,), limit):
             device.copy(plan, chunk, source.kv.buffers, target.kv.buffers, stream=device.stream())
     found = target.memory()
     assert source.memory() == before

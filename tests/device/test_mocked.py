@@ -39,7 +39,7 @@ def copy(
     dst: list[int],
 ) -> None:
     plan = block_plan(src, dst)
-    for chunk in plan.chunks(0, 1 << 20):
+    for chunk in plan.chunks((0,), 1 << 20):
         device.copy(plan, chunk, [source], [target], stream=stream)
 
 
@@ -245,7 +245,7 @@ def test_a_copy_that_can_not_be_submitted_enqueues_nothing(
     device: MockedDevice, buffer: MockedBuffer
 ) -> None:
     plan = block_plan([0], [0])
-    chunk = next(plan.chunks(0, 1 << 20))
+    chunk = next(plan.chunks((0,), 1 << 20))
     small, stream = device.allocate(8), device.stream()
     with pytest.raises(DeviceError, match="beyond"):
         device.copy(plan, chunk, [buffer], [small], stream=stream)

@@ -53,7 +53,7 @@ def add(device: Device) -> Iterator[Callable]:
 
     def added(submissions: Submissions, blocks: int, *, urgent: bool = False):  # type: ignore[no-untyped-def]
         plan = plan_of(blocks)
-        chunks = plan.chunks(0, 128)
+        chunks = plan.chunks((0,), 128)
         return plan, submissions.add(plan, chunks, *buffers, stream=device.stream(), urgent=urgent)
 
     yield added
@@ -115,10 +115,10 @@ async def test_what_is_cancelled_is_covered_by_its_event(device: Device, add: Ca
 async def test_a_copy_that_fails_fails_alone(device: Device, add: Callable) -> None:
     submissions = submissions_of(device)
     plan = plan_of(2)
-    bad = submissions.add(plan, plan.chunks(0, 128), [], [], stream=device.stream(), urgent=True)
+    bad = submissions.add(plan, plan.chunks((0,), 128), [], [], stream=device.stream(), urgent=True)
     broken = submissions.add(
         plan,
-        [Chunk(0, 9, 0, 1, 128)],
+        [Chunk(0, 1, 9, 0, 1, 128)],
         [device.allocate(8)],
         [device.allocate(8)],
         stream=device.stream(),

@@ -386,7 +386,8 @@ async def test_stopped_in_the_middle_of_copying(world, meanwhile: str, transport
 @pytest.mark.parametrize("meanwhile", ["it is lost", "it is given up", "the lease ends"])
 async def test_stopped_just_before_a_copy(world, meanwhile: str, chunk: int) -> None:
     settings = QUICK if meanwhile == "it is lost" else SHORT_LEASE
-    async with world("consumer", "shm", settings) as here:
+    one_layer = len(SOURCE) * LAYOUT.groups[0].block_bytes
+    async with world("consumer", "shm", settings | {"chunk_bytes": one_layer}) as here:
         offer, content = await here.begin(), here.digest()
         await here.other.ask("stop_itself", seed=chunk)
         await here.ready(offer, *range(4))

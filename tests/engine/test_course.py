@@ -75,7 +75,7 @@ def test_layers_are_ordered_once_all_parts_are_and_only_for_who_asks() -> None:
     fetching = Fetching(**FETCHED)
     fetching.parts = [Part(transfer=fetching, role="consumer") for _ in range(2)]
     course = FetchCourse(fetching, stream)
-    course.submitted(fetching.parts[0], 1, side.record())
+    course.submitted(fetching.parts[0], [1], side.record())
     assert not course.ordered(1)
     fetching.parts[1].landed = 0b10
     assert course.ordered(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ class Link:
 
     def __init__(self) -> None:
         self.submitted: list[tuple[Chunk, Event]] = []
-        self.expected: dict[Any, Callable[[int, int], None]] = {}
+        self.expected: dict[Any, Callable[[Chunk], None]] = {}
         self.closed = 0
         self.refuses: Exception | None = None
         self.at_once = False
@@ -70,7 +70,7 @@ class Link:
     def on_writable(self, callback: Callable[[], None]) -> None:
         self.tell_writable.append(callback)
 
-    def expect(self, part: Any, plan: Any, dst: Any, landed: Callable[[int, int], None]) -> None:
+    def expect(self, part: Any, plan: Any, dst: Any, landed: Callable[[Chunk], None]) -> None:
         self.expected[part] = landed
 
     def forget(self, part: Any) -> Event | None:
@@ -130,7 +130,7 @@ class Bench:
             clock=self._now,
             settings=settings,
             wake=self._wake,
-            moved=lambda part, layer, nbytes, through: self.moved.append((nbytes, through)),
+            moved=lambda part, layers, nbytes, through: self.moved.append((nbytes, bool(through))),
             submitted=self._on_submitted,
         )
 
@@ -140,8 +140,8 @@ class Bench:
     def _wake(self) -> None:
         self.wakes += 1
 
-    def _on_submitted(self, part: Part, layer: int, event: object) -> None:
-        self.covered.append(layer)
+    def _on_submitted(self, part: Part, layers: Sequence[int], event: object) -> None:
+        self.covered += layers
         self.covering.append(event)
 
     def begin(self, tid: str = "t", *, ready: tuple[int, ...] = (0, 1, 2, 3), **fetch: Any) -> Part:
@@ -501,14 +501,14 @@ def test_what_is_sent_here_is_expected_and_lands_as_it_comes() -> None:
     bench = Bench(one_sided=False)
     part = bench.begin(ready=())
     landed = bench.link.expected["t", 0]
-    landed(1, LAYER // 2)
+    landed(Chunk(1, 1, 0, 0, 2, LAYER // 2))
     assert part.state is State.MOVING
-    landed(1, LAYER // 2)
+    landed(Chunk(1, 1, 0, 2, 4, LAYER // 2))
     assert part.landed == 0b0010
     bench.b.abort(part.transfer, TransferAborted("enough"))
     bench.mover.stop(part, bench.link)
     assert bench.link.expected == {}
-    landed(2, LAYER)
+    landed(Chunk(2, 1, 0, 0, 4, LAYER))
     assert part.landed == 0b0010
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from aiokv.device.cache import KVCache
 from aiokv.device.host import HostDevice
-from aiokv.proto.plan import CopyPlan
+from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.testing.conformance.transportkit import Engine, TransportKit, contents, fill
 
 SIZE = struct.Struct("!Q")
@@ -194,7 +194,7 @@ class Child:
         end.on_writable(bell.set)
         end.on_lost(bell.set)
         for layer in plan.layers:
-            for chunk in plan.chunks(layer, limit):
+            for chunk in plan.chunks((layer,), limit):
                 while not end.writable and not end.lost:
                     bell.clear()
                     await bell.wait()
@@ -302,7 +302,7 @@ class RemoteLink(Proxy):
     def send(self, part: Any, plan: Any, chunk: Any, src: Any, *, stream: Any) -> RemoteEvent:
         return RemoteEvent(self.other, self._do("send", part, plan, chunk, src, keep=True, stream=stream))
 
-    def expect(self, part: Any, plan: Any, dst: Any, landed: Callable[[int, int], None]) -> None:
+    def expect(self, part: Any, plan: Any, dst: Any, landed: Callable[[Chunk], None]) -> None:
         self._do("expect", part, plan, dst, landed)
 
     def forget(self, part: Any) -> RemoteEvent | None:

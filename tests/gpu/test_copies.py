@@ -10,7 +10,7 @@ from aiokv.device.cuda import CudaDevice
 from aiokv.device.cudacosts import DIRECTIONS, PATHS
 from aiokv.device.cudaends import End, Fragments, Move
 from aiokv.device.host import HostBuffer
-from aiokv.proto.plan import Copy, Section
+from aiokv.proto.plan import Section
 
 pytestmark = [pytest.mark.gpu, pytest.mark.may_block("it waits for the GPU")]
 
@@ -73,7 +73,7 @@ def test_every_way(
     on_gpu, on_host = End.at(gpu, 0, packed=False), End.at(host, 0, packed=True)
     to_host = direction == "to_host"
     ends = (on_gpu, on_host) if to_host else (on_host, on_gpu)
-    move = Move(Copy(0, 0, 0, 0, section), 0, len(section.src), *ends, Fragments(section))
+    move = Move(section, 0, len(section.src), *ends, Fragments(section))
     stream = device.stream()
     device._engine.run(move, stream, path)
     device._engine.run(move, stream, path)  # the second comes while the first is under way
@@ -98,16 +98,15 @@ def test_both_directions_at_once_keep_apart(device: CudaDevice, seed: int) -> No
     out, back = (device.pin_now(HostBuffer.allocate(reach)) for _ in range(2))
     np.frombuffer(back.view, np.uint8)[:] = noise[::-1]
     torch.cuda.synchronize()
-    copy, fragments = Copy(0, 0, 0, 0, section), Fragments(section)
+    fragments = Fragments(section)
     streams, count = [device.stream(), device.stream()], len(section.src)
     for lo in range(0, count, 97):
         hi, past = min(lo + 97, count), lo * section.run
-        there = End.at(out, 0, packed=True).later(past)
-        here = End.at(back, 0, packed=True).later(past)
+        there, here = End.at(out, past, packed=True), End.at(back, past, packed=True)
         gpu = End.at(source, 0, packed=False)
-        device._engine.run(Move(copy, lo, hi, gpu, there, fragments), streams[0], "staged")
+        device._engine.run(Move(section, lo, hi, gpu, there, fragments), streams[0], "staged")
         device._engine.run(
-            Move(copy, lo, hi, here, End.at(target, 0, packed=False), fragments), streams[1], "staged"
+            Move(section, lo, hi, here, End.at(target, 0, packed=False), fragments), streams[1], "staged"
         )
     torch.cuda.synchronize()
     wanted = moved(section, noise, np.zeros(reach, np.uint8), packed="dst")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -80,25 +82,30 @@ def elements(plan: CopyPlan, side: Side, layer: int, limit: int) -> list[Pair]:
     """The same from a plan, in the order of its chunks."""
     size = itemsize(side.layout.groups[side.layout.group_of(layer)].dtype)
     found: list[Pair] = []
-    for chunk in plan.chunks(layer, limit):
-        copy = plan.copies(layer)[chunk.copy]
-        for at, to, length in zip(*(part.tolist() for part in copy.extents(chunk.lo, chunk.hi)), strict=True):
+    for chunk in plan.chunks((layer,), limit):
+        for here, at, there, to, length in extents(plan.copy(chunk), chunk.lo, chunk.hi):
             assert length > 0
             assert length % size == 0
-            found.extend(
-                (copy.src_buffer, at + step, copy.dst_buffer, to + step) for step in range(0, length, size)
-            )
+            found.extend((here, at + step, there, to + step) for step in range(0, length, size))
     return found
 
 
-def walked(copy: Copy) -> Iterator[tuple[int, int]]:
-    """A copy's runs by its loops, as a kernel would walk them."""
-    section = copy.section
+def extents(copy: Copy, lo: int, hi: int) -> list[tuple[int, int, int, int, int]]:
+    """Each range of a copy: buffer and offset at both sides, and length."""
+    return [
+        (here, at, there, to, length)
+        for here, froms, there, tos, lengths in copy.extents(lo, hi)
+        for at, to, length in zip(froms.tolist(), tos.tolist(), lengths.tolist(), strict=True)
+    ]
+
+
+def walked(section: Section) -> Iterator[tuple[int, int]]:
+    """A section's runs by its loops, as a kernel would walk them."""
     for src, dst in zip(section.src.tolist(), section.dst.tolist(), strict=True):
         for steps in np.ndindex(*section.shape):
             yield (
-                copy.src_base + src + sum(s * n for s, n in zip(section.src_strides, steps, strict=True)),
-                copy.dst_base + dst + sum(s * n for s, n in zip(section.dst_strides, steps, strict=True)),
+                src + sum(s * n for s, n in zip(section.src_strides, steps, strict=True)),
+                dst + sum(s * n for s, n in zip(section.dst_strides, steps, strict=True)),
             )
 
 
@@ -236,17 +243,60 @@ def test_chunks_cover_each_piece_once_and_keep_to_the_limit(
 ) -> None:
     src, dst, first_token, tokens, heads = case
     plan = plan_copy(src, dst, first_token=first_token, tokens=tokens, heads=heads)
+    bytes_of: Counter[int] = Counter()
+    seen: Counter[tuple[int, int, int]] = Counter()
+    for chunk in plan.chunks(plan.layers, limit):
+        plan.check(chunk)
+        copy = plan.copy(chunk)
+        assert chunk.nbytes == sum(length for *_, length in extents(copy, chunk.lo, chunk.hi))
+        assert chunk.nbytes <= limit or (len(copy.src), chunk.hi - chunk.lo) == (1, 1)
+        for layer in plan.layers_of(chunk):
+            bytes_of[layer] += chunk.nbytes // chunk.layers
+        seen.update((*share, piece) for share in plan.shares(chunk) for piece in range(chunk.lo, chunk.hi))
+    assert set(seen.values()) <= {1}
     for layer in plan.layers:
-        copies = plan.copies(layer)
-        seen: list[tuple[int, int]] = []
-        for chunk in plan.chunks(layer, limit):
-            plan.check(chunk)
-            assert chunk.layer == layer
-            assert chunk.nbytes == sum(copies[chunk.copy].extents(chunk.lo, chunk.hi)[2].tolist())
-            assert chunk.nbytes <= limit or chunk.hi - chunk.lo == 1
-            seen.extend((chunk.copy, piece) for piece in range(chunk.lo, chunk.hi))
-        assert seen == [(i, piece) for i, copy in enumerate(copies) for piece in range(len(copy.section.src))]
-        assert sum(copy.nbytes for copy in copies) == plan.nbytes(layer)
+        assert bytes_of[layer] == plan.nbytes(layer) == sum(copy.nbytes for copy in plan.copies(layer))
+
+
+@settings(max_examples=100)
+@given(cases(), st.integers(1, 400), st.integers(1, 4000))
+def test_a_chunk_that_is_split_has_the_same_bytes_in_the_same_order(
+    case: tuple[Side, Side, int, int, tuple[int, int]], limit: int, first: int
+) -> None:
+    src, dst, first_token, tokens, heads = case
+    plan = plan_copy(src, dst, first_token=first_token, tokens=tokens, heads=heads)
+
+    def order(chunk: Chunk) -> list[Pair]:
+        return [
+            (here, at + step, there, to + step)
+            for here, at, there, to, length in extents(plan.copy(chunk), chunk.lo, chunk.hi)
+            for step in range(length)
+        ]
+
+    for chunk in plan.chunks(plan.layers, first):
+        parts = list(plan.split(chunk, limit))
+        for part in parts:
+            plan.check(part)
+            assert part.nbytes <= limit or (len(plan.copy(part).src), part.hi - part.lo) == (1, 1)
+        assert [pair for part in parts for pair in order(part)] == order(chunk)
+
+
+def test_small_layers_of_a_group_share_a_chunk() -> None:
+    layout = CacheLayout(groups=(group((0, 1, 2, 4, 5)), group((3,), kind="window", window=8)))
+    one = side(layout, [0, 1])
+    plan = plan_copy(one, one, first_token=0, tokens=8, heads=(0, 2))
+    size = plan.nbytes(0)
+    assert [(chunk.layer, chunk.layers) for chunk in plan.chunks(plan.layers, 2 * size)] == [
+        (0, 2),
+        (2, 1),
+        (3, 1),
+        (4, 2),
+    ]
+    assert [(chunk.layer, chunk.layers) for chunk in plan.chunks((0, 2, 4), 9 * size)] == [(0, 1), (2, 2)]
+    (chunk, *_) = plan.chunks((1, 2, 4), 9 * size)
+    assert chunk.nbytes == 3 * size
+    assert list(plan.layers_of(chunk)) == [1, 2, 4]
+    assert len(list(plan.chunks((1, 2, 4), size - 1))) > 3
 
 
 @settings(max_examples=100)
@@ -258,21 +308,24 @@ def test_extents_are_the_loops_walked_in_order_with_neighbours_joined(
     plan = plan_copy(src, dst, first_token=first_token, tokens=tokens, heads=heads)
     for layer in plan.layers:
         for copy in plan.copies(layer):
+            section = copy.section
             joined: list[list[int]] = []
-            for at, to in walked(copy):
+            for number, (at, to) in enumerate(walked(section)):
                 last = joined[-1] if joined else [-1, -1, 0]
-                if [last[0] + last[2], last[1] + last[2]] == [at, to]:
-                    last[2] += copy.section.run
+                begins = (
+                    number % math.prod(section.shape) == 0
+                )  # a piece; within one they may adjoin by chance
+                if begins and [last[0] + last[2], last[1] + last[2]] == [at, to]:
+                    last[2] += section.run
                 else:
-                    joined.append([at, to, copy.section.run])
-            found = copy.extents(0, len(copy.section.src))
-            assert [list(extent) for extent in zip(*(part.tolist() for part in found), strict=True)] == joined
-            assert (
-                copy.section.src_reach == max(at for at, _ in walked(copy)) - copy.src_base + copy.section.run
-            )
-            assert (
-                copy.section.dst_reach == max(to for _, to in walked(copy)) - copy.dst_base + copy.section.run
-            )
+                    joined.append([at, to, section.run])
+            assert extents(copy, 0, len(section.src)) == [
+                (here, at + base, there, to + other, length)
+                for (here, base), (there, other) in zip(copy.src, copy.dst, strict=True)
+                for at, to, length in joined
+            ]
+            assert section.src_reach == max(at for at, _ in walked(section)) + section.run
+            assert section.dst_reach == max(to for _, to in walked(section)) + section.run
 
 
 @given(cases())
@@ -306,10 +359,10 @@ def test_both_ends_compute_the_same_plan(case: tuple[Side, Side, int, int, tuple
     one = plan_copy(src, dst, first_token=first_token, tokens=tokens, heads=heads)
     again = plan_copy(over_a_wire(src), over_a_wire(dst), first_token=first_token, tokens=tokens, heads=heads)
     for layer in one.layers:
-        assert list(one.chunks(layer, 64)) == list(again.chunks(layer, 64))
         for mine, theirs in zip(one.copies(layer), again.copies(layer), strict=True):
-            for ours, others in zip(mine.extents(0, 99), theirs.extents(0, 99), strict=True):
-                assert ours.tolist() == others.tolist()
+            assert extents(mine, 0, 99) == extents(theirs, 0, 99)
+    for limit in (64, 640):
+        assert list(one.chunks(one.layers, limit)) == list(again.chunks(one.layers, limit))
 
 
 # -- how small it stays -----------------------------------------------------------------------------
@@ -365,7 +418,7 @@ def test_loops_are_as_few_as_can_be(
 ) -> None:
     plan = plan_copy(side(src, [3, 9, 1]), side(dst, [2, 0, 7]), first_token=0, tokens=48, heads=heads)
     found = plan.copies(0)
-    assert [(copy.section.shape, copy.section.run) for copy in found] == [(shape, run)] * copies
+    assert [(copy.section.shape, copy.section.run, len(copy.src)) for copy in found] == [(shape, run, copies)]
 
 
 def test_layers_share_one_section() -> None:
@@ -373,7 +426,9 @@ def test_layers_share_one_section() -> None:
         side(attention(), [3, 9]), side(attention(), [2, 0]), first_token=0, tokens=32, heads=(0, 8)
     )
     assert plan.copies(0)[0].section is plan.copies(1)[0].section
-    assert plan.copies(0) is plan.copies(0)
+    (chunk,) = plan.chunks((0, 1), 1 << 30)
+    assert plan.copy(chunk) is plan.copy(chunk)
+    assert plan.copy(chunk).section is plan.copies(0)[0].section
 
 
 @pytest.mark.parametrize("axes", ["sbthd", "bsthd", "bhtsd"])
@@ -381,8 +436,8 @@ def test_blocks_in_a_row_are_one_run(axes: str) -> None:
     layout = attention(axes)
     one = side(layout, list(range(5, 15)))
     plan = plan_copy(one, side(layout, list(range(20, 30))), first_token=0, tokens=160, heads=(0, 8))
-    lengths = [copy.extents(0, 10)[2].tolist() for copy in plan.copies(0)]
-    assert lengths == ([[160 * 8 * HEAD]] * 2 if axes == "sbthd" else [[2 * 160 * 8 * HEAD]])
+    lengths = [length for copy in plan.copies(0) for *_, length in extents(copy, 0, 10)]
+    assert lengths == ([160 * 8 * HEAD] * 2 if axes == "sbthd" else [2 * 160 * 8 * HEAD])
 
 
 def test_runs_join_across_a_chunk_only_where_both_sides_adjoin() -> None:
@@ -396,22 +451,14 @@ def test_runs_join_across_a_chunk_only_where_both_sides_adjoin() -> None:
         heads=(0, 8),
     )
     (copy,) = plan.copies(0)
-    assert [part.tolist() for part in copy.extents(0, 5)] == [
-        [4 * block, 6 * block, 20 * block],
-        [0, 9 * block, 11 * block],
-        [2 * block, 2 * block, block],
-    ]
-    assert [part.tolist() for part in copy.extents(1, 3)] == [
-        [5 * block, 6 * block],
-        [block, 9 * block],
-        [block] * 2,
-    ]
-    assert copy.extents(1, 4)[2].tolist() == [block, 2 * block]
-    assert [part.tolist() for part in copy.extents(3, 99)] == [
-        [7 * block, 20 * block],
-        [10 * block, 11 * block],
-        [block] * 2,
-    ]
+
+    def ranges(lo: int, hi: int) -> list[tuple[int, int, int]]:
+        return [(at // block, to // block, size // block) for _, at, _, to, size in extents(copy, lo, hi)]
+
+    assert ranges(0, 5) == [(4, 0, 2), (6, 9, 2), (20, 11, 1)]
+    assert ranges(1, 3) == [(5, 1, 1), (6, 9, 1)]
+    assert ranges(1, 4) == [(5, 1, 1), (6, 9, 2)]
+    assert ranges(3, 99) == [(7, 10, 1), (20, 11, 1)]
 
 
 def test_a_few_blocks_in_a_row_do_not_make_two_copies() -> None:
@@ -455,7 +502,10 @@ def test_state_moves_in_whole_blocks() -> None:
     layout = CacheLayout(groups=(group((0,), kind="state", axes="btd", heads=(0, 1), total_heads=1),))
     plan = plan_copy(side(layout, [7, 2, 5]), side(layout, [0, 1, 3]), first_token=5, tokens=9, heads=(0, 1))
     (copy,) = plan.copies(0)
-    assert [part.tolist() for part in copy.extents(0, 2)] == [[2 * 32, 5 * 32], [32, 3 * 32], [32, 32]]
+    assert [(at, to, size) for _, at, _, to, size in extents(copy, 0, 2)] == [
+        (2 * 32, 32, 32),
+        (5 * 32, 3 * 32, 32),
+    ]
 
 
 def test_state_blocks_of_two_sizes_are_refused() -> None:
@@ -471,7 +521,7 @@ def test_nothing_to_move_is_a_plan_of_nothing(first_token: int) -> None:
     plan = plan_copy(one, one, first_token=first_token, tokens=8, heads=(0, 2))
     assert (plan.layers, plan.total) == ((0, 1), 0)
     assert list(plan.copies(1)) == []
-    assert list(plan.chunks(1, 1 << 20)) == []
+    assert list(plan.chunks((1,), 1 << 20)) == []
     assert plan.nbytes(1) == 0
 
 
@@ -613,21 +663,27 @@ def test_ids_of_another_type_are_refused(ids: np.ndarray) -> None:
 @pytest.mark.parametrize(
     "chunk",
     [
-        Chunk(2, 0, 0, 1, 4096),
-        Chunk(-1, 0, 0, 1, 4096),
-        Chunk(0, 1, 0, 1, 4096),
-        Chunk(0, -1, 0, 1, 4096),
-        Chunk(0, 0, 0, 4, 4 * 4096),
-        Chunk(0, 0, -1, 1, 2 * 4096),
-        Chunk(0, 0, 1, 1, 0),
-        Chunk(0, 0, 2, 1, -4096),
-        Chunk(0, 0, 0, 1, 4095),
-        Chunk(0, 0, 0, 2**63, 4096 * 2**63),
+        Chunk(2, 1, 0, 0, 1, 4096),
+        Chunk(-1, 1, 0, 0, 1, 4096),
+        Chunk(0, 0, 0, 0, 1, 0),
+        Chunk(0, -1, 0, 0, 1, -4096),
+        Chunk(0, 3, 0, 0, 1, 3 * 4096),
+        Chunk(1, 2, 0, 0, 1, 2 * 4096),
+        Chunk(0, 1, 1, 0, 1, 4096),
+        Chunk(0, 1, -1, 0, 1, 4096),
+        Chunk(0, 1, 0, 0, 4, 4 * 4096),
+        Chunk(0, 1, 0, -1, 1, 2 * 4096),
+        Chunk(0, 1, 0, 1, 1, 0),
+        Chunk(0, 1, 0, 2, 1, -4096),
+        Chunk(0, 1, 0, 0, 1, 4095),
+        Chunk(0, 2, 0, 0, 1, 4096),
+        Chunk(0, 1, 0, 0, 2**63, 4096 * 2**63),
     ],
 )
 def test_a_chunk_that_a_peer_made_up_is_refused(chunk: Chunk) -> None:
     layout = CacheLayout(groups=(group((0, 1), head_size=256, axes="bsthd"),))
     plan = plan_copy(side(layout, [5, 3, 1]), side(layout, [2, 4, 0]), first_token=0, tokens=12, heads=(0, 2))
-    plan.check(Chunk(0, 0, 0, 3, 3 * 4096))
+    plan.check(Chunk(0, 1, 0, 0, 3, 3 * 4096))
+    plan.check(Chunk(0, 2, 0, 0, 3, 6 * 4096))
     with pytest.raises(ValueError, match="Chunk"):
         plan.check(chunk)

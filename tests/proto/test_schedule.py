@@ -14,7 +14,7 @@ from aiokv.proto.schedule import ChunkScheduler
 
 
 def chunks(count: int, *, nbytes: int = 10, layer: int = 0) -> list[Chunk]:
-    return [Chunk(layer, 0, number, number + 1, nbytes) for number in range(count)]
+    return [Chunk(layer, 1, 0, number, number + 1, nbytes) for number in range(count)]
 
 
 def drained(scheduler: ChunkScheduler[str, str]) -> list[str]:
@@ -204,7 +204,7 @@ class AnySchedule(RuleBasedStateMachine):
 
     @rule(part=PARTS, sizes=st.lists(st.integers(1, 30), max_size=4))
     def add(self, part: int, sizes: list[int]) -> None:
-        new = [Chunk(0, 0, self.made + number, 0, size) for number, size in enumerate(sizes)]
+        new = [Chunk(0, 1, 0, self.made + number, 0, size) for number, size in enumerate(sizes)]
         self.made += len(new)
         self.scheduler.add(self.flow(part), part, iter(new), self.priority(part))
         self.queued.setdefault(part, []).extend(new)

@@ -20,7 +20,9 @@ def section(src: list[int], dst: list[int], run: int, loops: list[Loop]) -> Sect
 
 
 def extents(part: Section, lo: int, hi: int) -> list[tuple[int, ...]]:
-    found = Copy(0, 1000, 0, 2000, part).extents(lo, hi)
+    ((source, *offsets, lengths),) = Copy(part, ((3, 1000),), ((4, 2000),)).extents(lo, hi)
+    assert (source, offsets.pop(1)) == (3, 4)
+    found = (*offsets, lengths)
     assert all(one.dtype == np.int64 for one in found)
     return list(zip(*(one.tolist() for one in found), strict=True))
 
@@ -52,7 +54,7 @@ def test_sizes() -> None:
     part = section([40, 0], [10, 70], 5, [(2, 15, 30), (3, 5, 6)])
     assert part.piece_bytes == 30
     assert (part.src_reach, part.dst_reach) == (40 + 15 + 10 + 5, 70 + 30 + 12 + 5)
-    assert Copy(0, 0, 0, 0, part).nbytes == 60
+    assert Copy(part, ((0, 0), (0, 90)), ((0, 0), (1, 0))).nbytes == 120
 
 
 def test_scattered_pieces_stay_apart() -> None:

@@ -59,7 +59,7 @@ async def main(kind: str) -> None:
                 writable = asyncio.Event()
                 end.on_writable(writable.set)
                 for layer in plan.layers:
-                    for chunk in plan.chunks(layer, 1 << 16):
+                    for chunk in plan.chunks((layer,), 1 << 16):
                         while not end.writable:
                             writable.clear()
                             await writable.wait()

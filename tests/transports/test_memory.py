@@ -27,7 +27,7 @@ class Pair:
         blocks = (GroupBlocks(0, np.arange(4)),)
         sides = [Side(LAYOUT, cache.placement, blocks) for cache in self.caches]
         self.plan = plan_copy(*sides, first_token=0, tokens=16, heads=(0, 2))
-        self.chunk = next(self.plan.chunks(0, 1 << 20))
+        self.chunk = next(self.plan.chunks((0,), 1 << 20))
         self.stream = self.device.stream()
 
     async def connect(self):

@@ -14,10 +14,12 @@ from aiokv.transports.nccl_line import Announced, Credit, Dead, Line, Make, Nudg
 GOLDEN = {
     Wake(1): "0100000001",
     Make(2, b"n" * 16, 4 << 20, b"u" * 128): "0200000002" + "6e" * 16 + "00400000" + "75" * 128,
-    Announced(b"t" * 16, Chunk(3, 1, 4, 6, 96), (96,)): "03" + "74" * 16 + "00000003" + "00000001"
-    "0000000000000004" + "0000000000000006" + "0000000000000060" + "01" + "00000060",
-    Announced(b"t" * 16, Chunk(0, 0, 0, 2, 20), (4, 16)): "03" + "74" * 16 + "00000000" + "00000000"
-    "0000000000000000" + "0000000000000002" + "0000000000000014" + "02" + "00000004" + "00000010",
+    Announced(b"t" * 16, Chunk(3, 2, 1, 4, 6, 96), (96,)): "03" + "74" * 16
+    + "00000003" + "00000002" + "00000001"
+    + "0000000000000004" + "0000000000000006" + "0000000000000060" + "01" + "00000060",
+    Announced(b"t" * 16, Chunk(0, 1, 0, 0, 2, 20), (4, 16)): "03" + "74" * 16
+    + "00000000" + "00000001" + "00000000"
+    + "0000000000000000" + "0000000000000002" + "0000000000000014" + "02" + "00000004" + "00000010",
     Rest(5): "0400000005",
     Credit(6, 8): "05000000060008",
     Nudge(): "06",
@@ -46,7 +48,7 @@ def test_in_pieces_of_any_size(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"\0", b"\x08", b"\x03" + bytes(48) + b"\0", b"\x03" + bytes(48) + b"\x21", b"\xff" * 9]
+    "data", [b"\0", b"\x08", b"\x03" + bytes(52) + b"\0", b"\x03" + bytes(52) + b"\x21", b"\xff" * 9]
 )
 def test_what_neither_end_says(data: bytes) -> None:
     with pytest.raises(ValueError):
@@ -64,7 +66,7 @@ async def test_a_line_says_all_of_it_and_hears_the_end() -> None:
     loop = asyncio.get_running_loop()
     here = Line(ours, loop, heard.extend, print)
     there = Line(theirs, loop, heard.extend, ended.set_result)
-    said = [Announced(bytes(16), Chunk(0, 0, number, number + 1, 4), (4,)) for number in range(3000)]
+    said = [Announced(bytes(16), Chunk(0, 1, 0, number, number + 1, 4), (4,)) for number in range(3000)]
     here.say(*said)
     async with asyncio.timeout(20):
         while len(heard) < len(said):  # noqa: ASYNC110 - nobody tells

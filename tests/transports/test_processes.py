@@ -17,6 +17,7 @@ import pytest
 from aiokv.device.cache import KVCache
 from aiokv.device.offloop import off_loop
 from aiokv.errors import PeerLostError
+from aiokv.proto.plan import Chunk
 from aiokv.testing.conformance.transportkit import Engine
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.cma import CmaTransport
@@ -91,7 +92,7 @@ def memory_of(engine: Engine) -> np.ndarray:
 def read_all(engine: Engine, link: Link, plan) -> None:
     stream = engine.cache.device.stream()
     for layer in plan.layers:
-        for chunk in plan.chunks(layer, 1 << 20):
+        for chunk in plan.chunks((layer,), 1 << 20):
             assert link.read(plan, chunk, engine.cache.buffers, stream=stream).done()
 
 
@@ -125,8 +126,8 @@ async def test_is_sent_to_by_another_process() -> None:
         plan = child.plan_to(other.told.placement, engine.cache.placement)
         landed, complete = [0], asyncio.Event()
 
-        def count(layer: int, nbytes: int) -> None:
-            landed[0] += nbytes
+        def count(chunk: Chunk) -> None:
+            landed[0] += chunk.nbytes
             if landed[0] == plan.total:
                 complete.set()
 
@@ -145,7 +146,7 @@ async def test_killed_in_the_middle_of_sending() -> None:
         link = await engine.transport.connect(other.told.description, other.info)
         plan = child.plan_to(other.told.placement, engine.cache.placement)
 
-        def landed(layer: int, nbytes: int) -> None:
+        def landed(chunk: Chunk) -> None:
             # What it had sent goes on coming in when it is gone, and may be known to be.
             with contextlib.suppress(ProcessLookupError):
                 other.process.kill()

@@ -21,7 +21,7 @@ async def test_standing_still_is_not_held_against_data_that_came_early() -> None
     receiver = Receiver(b"link", "tcp", [ours], VectorIO(), set())
     (inlet,) = receiver._inlets
     try:
-        theirs.sendall(pack(tag_of(("t", 0)), Chunk(0, 0, 0, 1, 8)))
+        theirs.sendall(pack(tag_of(("t", 0)), Chunk(0, 1, 0, 0, 1, 8)))
         while inlet._patience is None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         inlet._patience._timer.cancel()

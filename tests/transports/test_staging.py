@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from aiokv.device.cache import KVCache
@@ -17,7 +18,8 @@ from aiokv.device.host import HostDevice
 from aiokv.device.offloop import off_loop
 from aiokv.errors import CapacityError, DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
-from aiokv.proto.plan import Chunk
+from aiokv.proto.placement import Placement
+from aiokv.proto.plan import Chunk, GroupBlocks, Side, plan_copy
 from aiokv.testing.conformance.transportkit import TransportKit, done
 from aiokv.testing.conformance.transports import CASES, Case
 from aiokv.testing.fakecuda import FakeCuda
@@ -365,19 +367,14 @@ def test_shared_memory_is_written_by_both_and_cut_short_by_none() -> None:
 
 
 def test_a_chunk_is_split_at_its_pieces(gpu: Gpu, seed: int) -> None:
-    class Plan:
-        def copies(self, layer: int) -> list[object]:
-            return [SimpleNamespace(section=SimpleNamespace(piece_bytes=100))]
-
-    parts = list(split(Plan(), Chunk(3, 0, 5, 12, 700), 250))
-    assert parts == [
-        Chunk(3, 0, 5, 7, 200),
-        Chunk(3, 0, 7, 9, 200),
-        Chunk(3, 0, 9, 11, 200),
-        Chunk(3, 0, 11, 12, 100),
-    ]
+    layout = CacheLayout.attention(layers=2, blocks=9, block_size=1, heads=1, head_size=50, dtype="uint8")
+    side = Side(layout, Placement.dense(layout), (GroupBlocks(0, np.array([7, 1, 5])),))
+    plan = plan_copy(side, side, first_token=0, tokens=3, heads=(0, 1))
+    (chunk,) = plan.chunks((0, 1), 1 << 20)
+    assert list(split(plan, chunk, 300)) == [Chunk(0, 1, 0, 0, 3, 300), Chunk(1, 1, 0, 0, 3, 300)]
+    assert list(split(plan, chunk, 250))[:2] == [Chunk(0, 1, 0, 0, 2, 200), Chunk(0, 1, 0, 2, 3, 100)]
     with pytest.raises(DeviceError, match="pieces of 100 bytes"):
-        list(split(Plan(), Chunk(3, 0, 5, 12, 700), 99))
+        list(split(plan, chunk, 99))
 
 
 class Flag:
@@ -430,7 +427,7 @@ SAYS = {
     ),
     "a slot that it didn't have": lambda path: path.end._say(struct.pack("!I", 0)),
 }
-CHUNK = Chunk(0, 0, 0, 1, 8)
+CHUNK = Chunk(0, 1, 0, 0, 1, 8)
 
 
 @pytest.mark.asyncio
@@ -497,7 +494,7 @@ async def test_a_frame_that_no_ring_holds_cuts_the_link(gpu: Gpu, seed: int) -> 
         part = path.part(kit, 1, tokens=512)
         part.expect()
         ring = path.end._scatterer.ring
-        chunk = next(chunk for chunk in part.chunks(64 << 20))
+        chunk = next(chunk for chunk in part.chunks(1 << 20))
         assert chunk.nbytes <= ring.memory.nbytes
         ring.slots = 1
         send(path, part, chunk, producer.cache.device.stream())
@@ -524,7 +521,7 @@ async def test_a_callback_that_raises_costs_no_slot(kind: str, gpu: Gpu, seed: i
         told: list[dict] = []
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
 
-        def landed(layer: int, nbytes: int) -> None:
+        def landed(chunk: Chunk) -> None:
             raise ZeroDivisionError
 
         path.end.expect(part.id, part.plan, path.consumer.cache.buffers, landed)

@@ -215,7 +215,7 @@ async def test_a_forgotten_part_is_drained_whatever_its_length(seed: int) -> Non
         path.end.forget(part.id)
         loop = asyncio.get_running_loop()
         for nbytes in (0, 1, inlet._SCRATCH, 16 * inlet._SCRATCH, 40 * inlet._SCRATCH + 1):
-            header = pack(tag_of(part.id), Chunk(9, 9, 9, 9, nbytes))
+            header = pack(tag_of(part.id), Chunk(9, 9, 9, 9, 9, nbytes))
             await loop.sock_sendall(path.producer_end._socks[0], header + bytes(nbytes))
         other = path.part(kit, 2)
         other.expect()
@@ -223,14 +223,14 @@ async def test_a_forgotten_part_is_drained_whatever_its_length(seed: int) -> Non
         await other.until(chunk.nbytes)
         assert part.arrived == 0
         await loop.sock_sendall(
-            path.producer_end._socks[0], pack(tag_of(part.id), Chunk(0, 0, 0, 1, 2**64 - 1))
+            path.producer_end._socks[0], pack(tag_of(part.id), Chunk(0, 1, 0, 0, 1, 2**64 - 1))
         )
         await loop.sock_sendall(path.producer_end._socks[0], bytes(1 << 20))
         assert not path.end.lost
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("size", [1, 47, 48, 49, 1000])
+@pytest.mark.parametrize("size", [1, 51, 52, 53, 1000])
 async def test_bytes_may_come_in_any_portions(size: int, seed: int) -> None:
     async with TcpKit(seed) as kit:
         path = await a_path(kit)
@@ -278,9 +278,9 @@ async def test_what_is_called_back_may_call(what: str, seed: int) -> None:
         told = asyncio.Event()
         heard: list[int] = []
 
-        def landed(layer: int, nbytes: int) -> None:
+        def landed(chunk: Chunk) -> None:
             told.set()
-            heard.append(nbytes)
+            heard.append(chunk.nbytes)
             if what == "forget":
                 path.end.forget(part.id)
             elif what == "close":

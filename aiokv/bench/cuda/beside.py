@@ -178,7 +178,7 @@ class ThreeThreads:
             for cache, ids in ((memory.llama.cache, _array(memory.there)), (memory.host, _array(memory.here)))
         ]
         self._plan = plan_copy(*sides, first_token=0, tokens=NBYTES // _token(memory), heads=(0, 8))
-        self._chunks = [list(self._plan.chunks(layer, 16 << 20)) for layer in range(LAYERS)]
+        self._chunks = [list(self._plan.chunks((layer,), 16 << 20)) for layer in range(LAYERS)]
         self._requested: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._sent: queue.SimpleQueue[tuple[int, bool]] = queue.SimpleQueue()
         self._begin: queue.SimpleQueue[tuple[float, float]] = queue.SimpleQueue()

@@ -95,7 +95,7 @@ class Fragments:
         gpu_side = side_of(2 * self.count, size, self.ids)
         host_side = side_of(self.count, size, np.arange(self.count, dtype=np.int64))
         self.plans = {"d2h": plan_of(gpu_side, host_side), "h2d": plan_of(host_side, gpu_side)}
-        self.chunks = {direction: list(plan.chunks(0, _CHUNK)) for direction, plan in self.plans.items()}
+        self.chunks = {direction: list(plan.chunks((0,), _CHUNK)) for direction, plan in self.plans.items()}
 
 
 class Ways:

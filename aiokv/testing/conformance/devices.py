@@ -82,7 +82,7 @@ def _submit(
     kit: DeviceKit, plan: CopyPlan, source: Buffer, target: Buffer, stream: Stream, limit: int = 1 << 20
 ) -> None:
     """Enqueue all chunks of a plan, in a drawn order, as nothing promises another."""
-    chunks = [chunk for layer in plan.layers for chunk in plan.chunks(layer, limit)]
+    chunks = list(plan.chunks(plan.layers, limit))
     kit.random.shuffle(chunks)
     for chunk in chunks:
         kit.device.copy(plan, chunk, [source], [target], stream=stream)

@@ -168,16 +168,17 @@ class Part:
         return sum(self.landed.values())
 
     def chunks(self, limit: int) -> list[Chunk]:
-        """All of it, in pieces of at most ``limit`` bytes, layer by layer."""
-        return [chunk for layer in self.plan.layers for chunk in self.plan.chunks(layer, limit)]
+        """All of it, in pieces of at most ``limit`` bytes, layer after layer."""
+        return list(self.plan.chunks(self.plan.layers, limit))
 
     def expect(self) -> None:
         """Two-sided: let it in."""
         if not self.one_sided:
             self.path.end.expect(self.id, self.plan, self.path.consumer.cache.buffers, self._landed)
 
-    def _landed(self, layer: int, nbytes: int) -> None:
-        self.landed[layer] = self.landed.get(layer, 0) + nbytes
+    def _landed(self, chunk: Chunk) -> None:
+        for layer in self.plan.layers_of(chunk):
+            self.landed[layer] = self.landed.get(layer, 0) + chunk.nbytes // chunk.layers
         self.bell.set()
 
     async def move(self, kit: TransportKit, chunk: Chunk) -> None:
@@ -188,7 +189,7 @@ class Part:
             stream = device.stream()
             event = self.path.end.read(self.plan, chunk, self.path.consumer.cache.buffers, stream=stream)
             await done(kit, event, stream)
-            self._landed(chunk.layer, chunk.nbytes)
+            self._landed(chunk)
             return
         end, stream = self.path.producer_end, self.path.producer.cache.device.stream()
         if not end.writable:

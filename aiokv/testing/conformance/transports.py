@@ -378,7 +378,7 @@ async def misused(kit: TransportKit) -> None:
     with _raises(LocalProtocolError):
         path.end.send(part.id, part.plan, chunk, buffers, stream=stream)
     with _raises(LocalProtocolError):
-        path.producer_end.expect(part.id, part.plan, buffers, lambda layer, nbytes: None)
+        path.producer_end.expect(part.id, part.plan, buffers, lambda chunk: None)
     with _raises(LocalProtocolError):
         path.producer_end.forget(part.id)
     assert not path.end.writable

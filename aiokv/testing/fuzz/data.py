@@ -103,10 +103,10 @@ def _check(after: list[NDArray[np.uint8]], before: list[NDArray[np.uint8]], part
         if part is not None:
             for layer in part.plan.layers:
                 for copy in part.plan.copies(layer):
-                    if copy.dst_buffer == number:
-                        _, starts, lengths = copy.extents(0, len(copy.section.src))
-                        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-                            changed[start : start + length] = False
+                    for _, _, buffer, starts, lengths in copy.extents(0, len(copy.section.src)):
+                        if buffer == number:
+                            for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+                                changed[start : start + length] = False
         if changed.any():
             raise AssertionError(f"{int(changed.sum())} bytes changed that are no part's, in buffer {number}")
 

@@ -234,8 +234,8 @@ def _check_within(plan: CopyPlan, src: Side, dst: Side) -> None:
     for layer in plan.layers:
         for copy in plan.copies(layer):
             pieces = len(copy.section.src)
-            froms, tos, lengths = copy.extents(0, pieces)
-            for offsets, side, buffer in ((froms, src, copy.src_buffer), (tos, dst, copy.dst_buffer)):
-                low, high = int(offsets.min()), int((offsets + lengths).max())
-                if not 0 <= low <= high <= side.placement.buffers[buffer]:
-                    raise AssertionError(f"layer {layer}: bytes {low}..{high} of buffer {buffer}")
+            for source, froms, target, tos, lengths in copy.extents(0, pieces):
+                for offsets, side, buffer in ((froms, src, source), (tos, dst, target)):
+                    low, high = int(offsets.min()), int((offsets + lengths).max())
+                    if not 0 <= low <= high <= side.placement.buffers[buffer]:
+                        raise AssertionError(f"layer {layer}: bytes {low}..{high} of buffer {buffer}")

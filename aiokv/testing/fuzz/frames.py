@@ -98,11 +98,11 @@ def _frames(mutator: Mutator, part: Part) -> list[bytes]:
                 made.append(mutator.noise(2000))
             case 1:
                 name = chance.choice(tuple(chunk._fields))
-                value = chance.choice(_NUMBERS if name in ("layer", "copy") else _LARGE)
+                value = chance.choice(_NUMBERS if name in ("layer", "layers", "copy") else _LARGE)
                 made.append(pack(tag_of(part.id), chunk._replace(**{name: value})) + bytes(100))
             case 2:
                 wrong = Chunk(
-                    *(chance.choice(_NUMBERS) for _ in range(2)), *(chance.choice(_LARGE) for _ in range(3))
+                    *(chance.choice(_NUMBERS) for _ in range(3)), *(chance.choice(_LARGE) for _ in range(3))
                 )
                 made.append(pack(tag_of(part.id), wrong) + mutator.noise())
             case 3:

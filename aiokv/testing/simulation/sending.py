@@ -62,7 +62,7 @@ class _Frame:
     part: PartId
     plan: CopyPlan
     chunk: Chunk
-    src: MockedBuffer
+    src: Sequence[Buffer]
     sent: _Sent
     #: What was read of it so far.
     data: list[Bytes]
@@ -87,10 +87,7 @@ class _Sender(LinkEnd):
         """Send one chunk after those before it."""
         if self.lost:
             raise self.lost_error()
-        buffer = src[plan.copies(chunk.layer)[chunk.copy].src_buffer]
-        if not isinstance(buffer, MockedBuffer):
-            raise DeviceError(f"{buffer!r} is no mocked buffer")
-        frame = _Frame(part, plan, chunk, buffer, _Sent(), [])
+        frame = _Frame(part, plan, chunk, src, _Sent(), [])
         self.queue.append(frame)
         self.kick()
         return frame.sent
@@ -158,7 +155,7 @@ class _Sender(LinkEnd):
 class _Expected:
     plan: CopyPlan
     dst: Sequence[Buffer]
-    landed: Callable[[int, int], None]
+    landed: Callable[[Chunk], None]
     seen: set[Chunk]
 
 
@@ -182,7 +179,7 @@ class _Receiver(LinkEnd):
             self._process.loop.call_soon(self._read)
 
     def expect(
-        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[int, int], None]
+        self, part: PartId, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[Chunk], None]
     ) -> None:
         """Chunks of a part may come."""
         if self.lost:
@@ -225,15 +222,15 @@ class _Receiver(LinkEnd):
         if chunk in expected.seen:
             world.fail(f"{self._process.name} was sent {chunk} of {frame.part} twice")
         expected.seen.add(chunk)
-        copy = expected.plan.copies(chunk.layer)[chunk.copy]
-        _, offsets, lengths = copy.extents(chunk.lo, chunk.hi)
-        buffer = expected.dst[copy.dst_buffer]
-        if not isinstance(buffer, MockedBuffer):
-            raise DeviceError(f"{buffer!r} is no mocked buffer")
-        access = Access(f"receipt of {chunk}", offsets, lengths, writes=True, point=None)
-        buffer.device.note(buffer.history.add(access))
-        buffer.bytes[_expanded(offsets, lengths)] = np.concatenate(frame.data)
-        expected.landed(chunk.layer, chunk.nbytes)
+        data, at = np.concatenate(frame.data), 0
+        for _, _, number, offsets, lengths in expected.plan.copy(chunk).extents(chunk.lo, chunk.hi):
+            buffer = _mocked(expected.dst[number])
+            access = Access(f"receipt of {chunk}", offsets, lengths, writes=True, point=None)
+            buffer.device.note(buffer.history.add(access))
+            where = _expanded(offsets, lengths)
+            buffer.bytes[where] = data[at : at + len(where)]
+            at += len(where)
+        expected.landed(chunk)
 
     def _lose_patience(self) -> None:
         self._patience = None
@@ -345,17 +342,21 @@ class SendingTransport:
 
 def _half_of(frame: _Frame) -> Bytes:
     """The first half of a chunk's bytes, or the second if that was read."""
-    offsets, _, lengths = frame.plan.copies(frame.chunk.layer)[frame.chunk.copy].extents(
-        frame.chunk.lo, frame.chunk.hi
-    )
-    where = _expanded(offsets, lengths)
-    half = len(where) // 2
-    where = where[half:] if frame.data else where[:half]
-    buffer = frame.src
-    access = Access(f"sending of {frame.chunk}", offsets, lengths, writes=False, point=None)
-    buffer.device.note(buffer.history.add(access))
-    found: Bytes = buffer.bytes[where].copy()
-    return found
+    chunk, found = frame.chunk, []
+    for number, offsets, _, _, lengths in frame.plan.copy(chunk).extents(chunk.lo, chunk.hi):
+        buffer = _mocked(frame.src[number])
+        access = Access(f"sending of {chunk}", offsets, lengths, writes=False, point=None)
+        buffer.device.note(buffer.history.add(access))
+        found.append(buffer.bytes[_expanded(offsets, lengths)])
+    data: Bytes = np.concatenate(found)
+    half = len(data) // 2
+    return data[half:] if frame.data else data[:half]
+
+
+def _mocked(buffer: Buffer) -> MockedBuffer:
+    if not isinstance(buffer, MockedBuffer):
+        raise DeviceError(f"{buffer!r} is no mocked buffer")
+    return buffer
 
 
 def _expanded(offsets: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
