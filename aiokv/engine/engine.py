@@ -48,6 +48,7 @@ from aiokv.engine.choices import (
 )
 from aiokv.engine.core import Core
 from aiokv.engine.course import Course, FetchCourse
+from aiokv.engine.leases import BlockLeases
 from aiokv.engine.statistics import Statistics
 from aiokv.engine.stopwatch import Trace
 from aiokv.engine.transfer import Fetch, Offer
@@ -363,6 +364,15 @@ class TransferEngine:
         if self._core is None or self._state != "open":
             raise ClosedError(f"the engine is {self._state}")
         return self._core
+
+    @property
+    def leases(self) -> BlockLeases:
+        """Which blocks of the cache its transfers hold, for what shares the cache with it (a host tier).
+
+        Raises:
+            ClosedError: It isn't open.
+        """
+        return self._opened().leases
 
     # -- transfers
 

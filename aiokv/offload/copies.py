@@ -1,0 +1,332 @@
+"""Copies between the cache and the pool, part by part: what is in flight, for whom, and until when.
+
+A ``Batch`` is one load or store. Its ``Part``s, in the order of the prefix, each have a plan, a lease of
+their blocks and one submission. A part is over when its event is done, whoever still waits for it: only then
+are its blocks and places anybody else's. Nothing here waits; whoever does listens to the batch's bell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from aiokv.device.base import Event, Stream
+from aiokv.device.cache import KVCache
+from aiokv.device.poller import CompletionPoller
+from aiokv.device.submission import Submission, Submissions
+from aiokv.engine.bell import Bell
+from aiokv.engine.leases import BlockLeases, Lease
+from aiokv.errors import AiokvError, ClosedError, DeviceError
+from aiokv.offload.calls import Stored
+from aiokv.offload.policies import Key
+from aiokv.offload.pool import Pool
+from aiokv.offload.rates import Rate
+from aiokv.proto.plan import GroupBlocks, Side
+
+__all__ = ["Batch", "Copies", "Part"]
+
+#: Chunks for a GPU are so many times larger: submitting one doesn't hold the loop for as long as it takes.
+_GPU_CHUNKS = 8
+#: A rate that no path of a GPU exceeds, in bytes a nanosecond; the poller corrects it by what it sees.
+_RATE = 60
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Blocks ``lo`` to ``hi`` of a batch."""
+
+    lo: int
+    hi: int
+    lease: Lease
+    nbytes: int = 0
+    #: None until there is something to submit, and where that was not possible.
+    submission: Submission | None = None
+    #: Whether it was begun, and whether it is over: nothing can touch its blocks, or places, any more.
+    begun: bool = False
+    quiet: bool = False
+    began_ns: int = 0
+    #: Whether it is across, and counts.
+    across: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One load or store.
+
+    Attributes:
+        store: Towards the pool.
+        places: In the pool, in the order of the prefix.
+        blocks: Of the cache, for each group.
+        priority: The higher goes first.
+        parts: In order.
+        keys: What the places are to hold.
+        indices: Of the blocks, in the call of a store that named them.
+        call: What that store named.
+        landed: Blocks of the prefix that are across.
+        checking: Parts that are across and are looked at, whether they are what they were.
+        error: Why no more will be; None while nothing went wrong.
+        stopped: Nothing more is begun.
+        waiters: Callers that wait for it.
+        bell: Rung when any of this changes.
+    """
+
+    store: bool
+    places: Sequence[int]
+    blocks: tuple[GroupBlocks, ...]
+    priority: int
+    stream: Stream
+    #: What the stream waits for, of the caller's; None if nothing.
+    held: Event | None
+    keys: Sequence[Key] = ()
+    indices: Sequence[int] = ()
+    call: Stored | None = None
+    parts: list[Part] = field(default_factory=list)
+    landed: int = 0
+    checking: int = 0
+    error: AiokvError | None = None
+    stopped: bool = False
+    waiters: int = 0
+    bell: Bell = field(default_factory=Bell)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing can touch its blocks any more."""
+        return all(part.quiet for part in self.parts)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more of the prefix will land."""
+        return not self.checking and self.quiet
+
+    def good_up_to(self, part: Part, first_bad: int) -> int:
+        """Blocks of the prefix that count, though a part of it doesn't from one of its blocks on."""
+        return part.lo + first_bad if self.landed == part.lo else self.landed
+
+    def arrived(self, part: Part) -> None:
+        """A part is across, and counts as soon as all before it do."""
+        part.across = True
+        for each in self.parts:
+            if not each.across:
+                break
+            self.landed = each.hi
+        self.bell.ring()
+
+
+class Copies:
+    """All batches of one tier. Belongs to the loop's thread.
+
+    Args:
+        cache: The cache.
+        pool: The tier's memory.
+        leases: Of the cache's blocks.
+        poller: Tells when copies are over.
+        submissions: Submits them.
+        part_bytes: See ``TierSettings``.
+        chunk_bytes: See ``TierSettings``.
+        clock: The time (ns).
+        over: Told of each part that is over, whether it is across, and why not.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        pool: Pool,
+        leases: BlockLeases,
+        poller: CompletionPoller,
+        submissions: Submissions,
+        *,
+        part_bytes: int,
+        chunk_bytes: int,
+        clock: Callable[[], int],
+        over: Callable[[Batch, Part, bool, AiokvError | None], None],
+    ) -> None:
+        self._cache = cache
+        self._pool = pool
+        self._leases = leases
+        self._poller = poller
+        self._submissions = submissions
+        self._part_bytes = part_bytes
+        gpu = cache.device.kind == "cuda"
+        self._chunk_bytes = chunk_bytes * (_GPU_CHUNKS if gpu else 1)
+        self._rate = _RATE if gpu else 0
+        self._clock = clock
+        self._over = over
+        #: A stream for loads and one for stores, which all share that nothing holds up.
+        self._streams: dict[bool, Stream | None] = {True: None, False: None}
+        #: Batches that are not quiet.
+        self.batches: dict[Batch, None] = {}
+        #: By direction, store first: bytes that are across, and how fast.
+        self.rates = {True: Rate(), False: Rate()}
+        self.waiting_bytes = {True: 0, False: 0}
+        #: Time of the parts that are over, in sum.
+        self.seconds = {True: 0.0, False: 0.0}
+
+    # -- beginning
+
+    def check(self, blocks: tuple[GroupBlocks, ...], *, store: bool) -> None:
+        """Look whether blocks can be leased.
+
+        Raises:
+            InvalidBlocks: One is out of range, or stands twice.
+            BusyError: One is leased to something that this doesn't go with.
+        """
+        self._leases.take(blocks, write=not store).give_back()
+
+    def add(
+        self,
+        places: Sequence[int],
+        blocks: tuple[GroupBlocks, ...],
+        *,
+        store: bool,
+        after: Event,
+        priority: int,
+        cuts: Collection[int] = (),
+    ) -> Batch:
+        """Take the blocks' leases and make the parts; ``begin`` starts them.
+
+        Args:
+            places: In the pool.
+            blocks: Of the cache.
+            store: Towards the pool.
+            after: What of the caller's comes before.
+            priority: The higher goes first.
+            cuts: Where parts have to end, besides.
+
+        Raises:
+            InvalidBlocks, BusyError: As of ``check``; then nothing is leased.
+        """
+        self.check(blocks, store=store)
+        try:
+            free = after.done()
+        except DeviceError:  # the copies' own events tell
+            free = False
+        stream, held = self._stream(store), None
+        if not free:
+            # A stream of its own: others must not queue behind what this one waits for.
+            stream, held = self._cache.device.stream(), after
+            stream.wait(after)
+        batch = Batch(store, places, blocks, priority, stream, held)
+        lo = 0
+        for hi in sorted({*self._pool.cut(places, self._part_bytes), *cuts}):
+            lease = self._leases.take(self._slice(blocks, lo, hi), write=not store)
+            part = Part(lo, hi, lease, nbytes=(hi - lo) * self._pool.place_bytes)
+            self.waiting_bytes[store] += part.nbytes
+            batch.parts.append(part)
+            lo = hi
+        if batch.parts:
+            self.batches[batch] = None
+        return batch
+
+    def begin(self, batch: Batch, part: Part) -> None:
+        """Have a part submitted; nothing if its batch was stopped, which ended it."""
+        if part.begun or part.quiet:
+            return
+        part.begun = True
+        part.began_ns = self._clock()
+        self.rates[batch.store].began(part.began_ns)
+        cache = Side(self._cache.layout, self._cache.placement, self._slice(batch.blocks, part.lo, part.hi))
+        try:
+            plan, segment = self._pool.plan(cache, batch.places[part.lo : part.hi], store=batch.store)
+            pool = (segment.buffer,)
+            src, dst = (self._cache.buffers, pool) if batch.store else (pool, self._cache.buffers)
+            part.submission = self._submissions.add(
+                plan,
+                plan.chunks(plan.layers, self._chunk_bytes),
+                src,
+                dst,
+                stream=batch.stream,
+                urgent=not batch.store,
+                priority=batch.priority,
+                after=batch.held,
+                then=lambda submission: self._submitted(batch, part, submission),
+            )
+        except (AiokvError, ValueError) as error:
+            self._ended(batch, part, DeviceError(f"a copy can't be planned: {error}"))
+
+    def promote(self, batch: Batch) -> None:
+        """Somebody waits for a store."""
+        for part in batch.parts:
+            if part.submission is not None:
+                self._submissions.promote(part.submission)
+
+    def stop(self, batch: Batch, error: AiokvError | None = None) -> None:
+        """Begin and submit nothing more; what is in flight is over in its own time."""
+        if batch.stopped:
+            return
+        batch.stopped = True
+        batch.error = batch.error or error
+        for part in batch.parts:
+            if part.quiet:
+                continue
+            if part.submission is not None:
+                part.submission.cancel()
+            elif not part.begun:
+                self._quiet(batch, part, None, across=False)
+        batch.bell.ring()
+
+    # -- ending
+
+    def _submitted(self, batch: Batch, part: Part, submission: Submission) -> None:
+        """Nothing more of a part will be submitted."""
+        whole = submission.error is None and submission.nbytes == part.nbytes
+        error = submission.error
+        if error is None and not whole:
+            error = ClosedError("given up before all of it was submitted")
+        event = submission.event
+        if event is None:  # where not even this can be enqueued, nothing runs any more
+            self._ended(batch, part, error)
+            return
+        try:
+            if event.done():
+                self._ended(batch, part, error)
+                return
+        except DeviceError as failure:
+            self._ended(batch, part, error or failure)
+            return
+        try:
+            self._poller.watch(
+                event,
+                submission.stream,
+                lambda failure: self._ended(batch, part, error or failure),
+                expected_ns=part.nbytes // self._rate if self._rate else 0,
+            )
+        except ClosedError:  # nobody will ever know; the lease stays
+            return
+
+    def _ended(self, batch: Batch, part: Part, error: AiokvError | None) -> None:
+        """What is in flight of a part is over."""
+        now = self._clock()
+        failed = isinstance(error, DeviceError)
+        self.rates[batch.store].ended(now, 0 if error is not None or batch.held else part.nbytes)
+        if failed and self._streams[batch.store] is batch.stream:
+            # What comes after a failure on a stream fails, too; so nobody else gets this one.
+            self._streams[batch.store] = None
+        if error is not None and batch.error is None and not batch.stopped:
+            batch.error = error
+        self.seconds[batch.store] += (now - part.began_ns) / 1e9
+        self._quiet(batch, part, error, across=error is None)
+        if error is not None:
+            self.stop(batch)
+
+    def _quiet(self, batch: Batch, part: Part, error: AiokvError | None, *, across: bool) -> None:
+        part.quiet = True
+        part.lease.give_back()
+        self.waiting_bytes[batch.store] -= part.nbytes
+        if batch.quiet:
+            self.batches.pop(batch, None)
+        self._over(batch, part, across, error)
+        batch.bell.ring()
+
+    def _stream(self, store: bool) -> Stream:
+        found = self._streams[store]
+        if found is None:
+            found = self._streams[store] = self._cache.device.stream()
+        return found
+
+    def _slice(self, blocks: tuple[GroupBlocks, ...], lo: int, hi: int) -> tuple[GroupBlocks, ...]:
+        return tuple(
+            GroupBlocks(0, np.ascontiguousarray(listed.ids[lo * ratio : hi * ratio]))
+            for listed, ratio in zip(blocks, self._pool.ratios, strict=True)
+        )

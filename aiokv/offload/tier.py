@@ -1,0 +1,464 @@
+"""``HostTier``: blocks of a KV cache kept in host memory, as their user sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal, Self, SupportsIndex
+
+from aiokv.device.cache import KVCache
+from aiokv.engine.arguments import BlockIds, checked_priority, checked_stream, seconds
+from aiokv.engine.engine import TransferEngine
+from aiokv.engine.leases import BlockLeases
+from aiokv.errors import AiokvError, ClosedError, LocalProtocolError
+from aiokv.offload.calls import Stored, Wanted, checked_blocks, checked_hashes, checked_share
+from aiokv.offload.events import TierEvent
+from aiokv.offload.hit import Hit
+from aiokv.offload.policies import Admission, Key, Policy, policy_named
+from aiokv.offload.pool import Pool
+from aiokv.offload.progress import Progress
+from aiokv.offload.settings import TierSettings, size_of
+from aiokv.offload.statistics import Dropped, TierStatistics
+from aiokv.offload.traffic import Traffic
+
+__all__ = ["HostTier"]
+
+_log = logging.getLogger("aiokv")
+
+#: What loads are taken to bring, in bytes a second, while none was measured.
+_GUESS = {"cuda": 20e9}
+_GUESS_HOST = 2e9
+#: What a load takes besides, in seconds.
+_START_S = 200e-6
+
+
+class HostTier:
+    """Keeps KV blocks in host memory and brings them back, without stopping the model.
+
+    An async context manager. Its methods belong to the thread of the loop that it was entered on. ::
+
+        async with aiokv.HostTier(cache, capacity="64GiB") as tier:
+            async with tier.lookup(hashes) as hit:
+                n = await tier.load(hit, blocks[: len(hit)], stream=s)
+            ...
+            await tier.store(hashes, blocks, stream=s)
+
+    A block of the tier is one block of each KV cache group; where their block sizes differ, as many of each
+    as have the same tokens (``block_size``). ``stream`` is the stream of the caller's that comes before: a
+    store reads what is written there up to the call, a load writes after what may still read there.
+
+    Args:
+        cache: The registered memory; it can't be closed while the tier is entered.
+        capacity: Host memory for blocks: bytes, or text such as ``"64GiB"``.
+        policy: ``"lru"``, ``"arc"``, or one of your own (``aiokv.offload.policies.Policy``).
+        admission: Which new blocks are worth a place, such as ``SecondSight``; by default all.
+        engine: An entered engine of the same cache: blocks that its transfers hold are then refused here, and
+            blocks that are on their way here there.
+        ranks: For each lookup: awaits how many blocks all ranks of a group found, given how many this one did.
+        checksums: Share of the stored blocks that get a checksum, which is looked at when they are loaded.
+        settings: Sizes and bounds.
+        clock: Nanoseconds of a clock that never goes back.
+
+    Attributes:
+        cache: As given.
+        block_size: Tokens of one block of the tier.
+
+    Raises:
+        TypeError: An argument of the wrong kind.
+        ValueError: One that can't be meant.
+        CapacityError: The capacity has no room for a single block.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        capacity: int | str,
+        policy: str | Policy = "lru",
+        *,
+        admission: Admission | None = None,
+        engine: TransferEngine | None = None,
+        ranks: Callable[[int], Awaitable[int]] | None = None,
+        checksums: float = 0.0,
+        settings: TierSettings | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache is a KVCache, not {cache!r}")
+        if settings is not None and not isinstance(settings, TierSettings):
+            raise TypeError(f"settings is a TierSettings, not {settings!r}")
+        if admission is not None and not isinstance(admission, Admission):
+            raise TypeError(f"admission has what aiokv.offload.policies.Admission has, not {admission!r}")
+        if ranks is not None and not callable(ranks):
+            raise TypeError(f"ranks is a function of a number of blocks, not {ranks!r}")
+        if engine is not None and (not isinstance(engine, TransferEngine) or engine.cache is not cache):
+            raise ValueError(f"engine is the one of this cache, not {engine!r}")
+        self.cache = cache
+        self._settings = settings or TierSettings()
+        self._pool = Pool(
+            cache.layout, cache.device, size_of(capacity, "capacity"), self._settings.segment_bytes
+        )
+        self.block_size = self._pool.tokens
+        self._policy = policy_named(policy)
+        self._admission = admission
+        self._engine = engine
+        self._ranks = ranks
+        self._share = checked_share(checksums)
+        self._clock = clock
+        self._state: Literal["new", "open", "closing", "closed"] = "new"
+        self._generation = 0
+        #: What is open as long as the tier is; None until it is entered.
+        self._traffic: Traffic | None = None
+        self._keeping = ExitStack()
+        #: Makes the rest of the pool; None until entered.
+        self._growing: asyncio.Task[None] | None = None
+        #: Why the pool stayed smaller than it was to be; None while it didn't.
+        self._shortfall: AiokvError | None = None
+
+    def __repr__(self) -> str:
+        size = f"{len(self._pool)} of {self._pool.places} blocks of {self._pool.place_bytes} bytes"
+        return f"<HostTier {self._state}, {size}>"
+
+    # -- life
+
+    async def __aenter__(self) -> Self:
+        """Take the first of the memory; the rest follows while the tier is used.
+
+        Raises:
+            CapacityError: The machine hasn't so much memory, or it can't be pinned.
+            ClosedError: It was entered before; its cache or engine is closed.
+        """
+        if self._state != "new":
+            raise ClosedError(f"a tier can be entered once; this one is {self._state}")
+        leases = BlockLeases(self.cache.layout) if self._engine is None else self._engine.leases
+        self._state = "closed"
+        with ExitStack() as opening:
+            opening.enter_context(self.cache.kept_open())
+            await self._pool.check()
+            traffic = Traffic(
+                self.cache,
+                self._pool,
+                leases,
+                self._policy,
+                self._admission,
+                self._share,
+                self._settings,
+                self._clock,
+            )
+            opening.callback(traffic.close)
+            first = await self._pool.grow()
+            traffic.table.grow(first.places if first else 0)
+            self._keeping = opening.pop_all()
+        self._traffic = traffic
+        self._state = "open"
+        self._growing = asyncio.get_running_loop().create_task(self._grow(traffic))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Give up what is going on, wait until it is quiet, and give the memory back. May be called twice.
+
+        What isn't quiet within the drain bound keeps its memory for the life of the process, and the cache
+        stays open; that is logged.
+        """
+        if self._state != "open":
+            return
+        traffic = self._opened()
+        self._state = "closing"
+        self._generation += 1
+        if self._growing is not None:
+            self._growing.cancel()
+            await asyncio.wait([self._growing])
+        batches = list(traffic.copies.batches)
+        traffic.outdate()
+        for batch in batches:
+            traffic.copies.stop(batch, ClosedError("the host tier was closed"))
+        cancelled = await traffic.followers.drained(batches)
+        traffic.events.close()
+        self._state = "closed"
+        if traffic.copies.batches:
+            _log.error("%r closes with copies in flight; their memory stays", self)
+            traffic.stop()
+        else:
+            self._keeping.close()
+            closing = asyncio.ensure_future(self._pool.close())
+            while not closing.done():
+                try:
+                    await asyncio.shield(closing)
+                except asyncio.CancelledError as error:
+                    cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    async def grown(self) -> None:
+        """Wait until the pool is as large as it is to be; it can be used before.
+
+        Raises:
+            CapacityError: It will not be: there isn't so much memory any more, or it can't be pinned.
+            ClosedError: The tier was closed meanwhile.
+        """
+        self._opened()
+        if self._growing is not None:
+            await asyncio.wait([self._growing])
+        if self._shortfall is not None:
+            raise self._shortfall
+        self._opened()
+
+    async def _grow(self, traffic: Traffic) -> None:
+        try:
+            while (segment := await self._pool.grow()) is not None:
+                traffic.table.grow(segment.places)
+        except AiokvError as error:
+            self._shortfall = error
+            _log.warning("%r stays as it is: %s", self, error)
+
+    def _opened(self) -> Traffic:
+        if self._traffic is None or self._state != "open":
+            raise ClosedError(f"the host tier is {self._state}")
+        return self._traffic
+
+    # -- looking up
+
+    def lookup(self, hashes: Sequence[Key]) -> Hit:
+        """The longest prefix of blocks that the tier has: ``async with tier.lookup(hashes) as hit``.
+
+        Args:
+            hashes: What each block holds, in the order of the tokens: ``aiokv.block_hashes``, or anything
+                that is hashable and means the same content whenever it is equal.
+        """
+        return Hit(self, checked_hashes(hashes))
+
+    async def hold(self, hit: Hit) -> None:
+        """Find and hold what a lookup asks for; called by it."""
+        traffic = self._opened()
+        hit.generation = self._generation
+        hit.places = traffic.lookup(hit.hashes)
+        if self._ranks is None:
+            return
+        try:
+            agreed = await self._ranks(len(hit.places))
+            self._opened()
+        except BaseException:
+            self.let_go(hit)
+            raise
+        rest = hit.places[max(0, agreed) :]
+        del hit.places[max(0, agreed) :]
+        traffic.table.release(rest)
+
+    def let_go(self, hit: Hit) -> None:
+        """A lookup is left; called by it."""
+        places, hit.places = hit.places, None
+        if places and self._traffic is not None:
+            self._traffic.table.release(places)
+
+    # -- loading
+
+    def load(
+        self,
+        hit: Hit,
+        blocks: BlockIds,
+        *,
+        stream: object | None = None,
+        priority: SupportsIndex = 0,
+        deadline: float | None = None,
+    ) -> Coroutine[Any, Any, int]:
+        """Bring a prefix into blocks of the cache; it begins with the call, and is awaited.
+
+        The blocks are held, and nobody else's, until the copies' own events. Where the same block of the tier
+        is on its way to the same block of the cache already, that copy is waited for, and no other made. Left
+        by an exception or cancelled, it ends once nothing more can touch the blocks.
+
+        Args:
+            hit: From an entered ``lookup``.
+            blocks: As many as are to be loaded, from the first of the prefix on: a list of block ids, or one
+                for each group.
+            stream: What may still read or write the blocks; see ``TransferEngine.fetch``.
+            priority: Of loads that wait the higher goes first.
+            deadline: Seconds that it is worth waiting for; what isn't there then doesn't count.
+
+        Returns:
+            Blocks of the prefix that are in place. The others are as good as not found: recompute them.
+
+        Raises:
+            ClosedError: The tier isn't open.
+            LocalProtocolError: The hit isn't entered, or of another tier.
+            InvalidBlocks: Blocks out of range, twice, or more than were found.
+            BusyError: A block is leased to a transfer, or to another load or store.
+        """
+        traffic, progress, until = self._begin_load(hit, blocks, stream, priority, deadline)
+        return traffic.followers.over(progress, until)
+
+    def loading(
+        self,
+        hit: Hit,
+        blocks: BlockIds,
+        *,
+        stream: object | None = None,
+        priority: SupportsIndex = 0,
+        deadline: float | None = None,
+    ) -> AsyncIterator[int]:
+        """The same, prefix first: gives how many blocks of the prefix are in place, each time there are more.
+
+        The arguments and errors are those of ``load``; it begins with the call, too.
+        """
+        traffic, progress, until = self._begin_load(hit, blocks, stream, priority, deadline)
+        return traffic.followers.steps(progress, until)
+
+    def _begin_load(
+        self,
+        hit: Hit,
+        blocks: BlockIds,
+        stream: object | None,
+        priority: SupportsIndex,
+        deadline: float | None,
+    ) -> tuple[Traffic, Progress, int | None]:
+        traffic = self._opened()
+        if hit.places is None or hit not in self:
+            raise LocalProtocolError(f"{hit!r} is not entered, or not of this tier")
+        listed = checked_blocks(blocks, self.cache.layout, self._pool.ratios)
+        count = listed[0].ids.size // self._pool.ratios[0]
+        wanted = Wanted(
+            listed,
+            self.cache.device.adopt(checked_stream(stream)).record(),
+            checked_priority(priority),
+            count=count,
+            most=len(hit),
+        )
+        until = None if deadline is None else self._clock() + seconds(deadline)
+        if hit.generation != self._generation:
+            return traffic, Progress(0, stale=True), until
+        return traffic, traffic.load(hit.places[:count], wanted), until
+
+    def __contains__(self, hit: Hit) -> bool:
+        """Whether a lookup is this tier's."""
+        return hit.tier is self
+
+    # -- storing
+
+    def store(
+        self,
+        hashes: Sequence[Key],
+        blocks: BlockIds,
+        *,
+        stream: object | None = None,
+        priority: SupportsIndex = 0,
+        deadline: float | None = None,
+        parent: Key | None = None,
+        tokens: Sequence[int] | None = None,
+    ) -> Coroutine[Any, Any, int]:
+        """Keep blocks; it begins with the call, and is awaited.
+
+        What is there, or being stored, is not copied again. Each part can be found as soon as it is across.
+        The blocks are held, to be read only, until the copies' own events. Cancelled, it ends once nothing
+        more reads them, and what was not across is not kept.
+
+        Args:
+            hashes: As for ``lookup``.
+            blocks: The blocks that hold them: a list of block ids, or one for each group.
+            stream: What writes them.
+            priority: Of stores that wait the higher goes first; all loads go before.
+            deadline: Seconds that it may take; what isn't across then is not kept.
+            parent: Hash of the block before the first, so that this is not kept for longer than that.
+            tokens: Their token ids, for those who read ``events``.
+
+        Returns:
+            Blocks of the prefix that are kept, as far as there was room.
+
+        Raises:
+            ClosedError: The tier isn't open.
+            ValueError: A hash stands twice, or there are not as many blocks or tokens as hashes.
+            InvalidBlocks: Blocks out of range, or twice.
+            BusyError: A block is being written by a transfer, or by a load.
+        """
+        traffic = self._opened()
+        call = Stored(checked_hashes(hashes), parent, tokens, self.block_size)
+        listed = checked_blocks(blocks, self.cache.layout, self._pool.ratios)
+        count = len(call.hashes)
+        after = self.cache.device.adopt(checked_stream(stream)).record()
+        wanted = Wanted(
+            listed, after, checked_priority(priority),
+            count=listed[0].ids.size // self._pool.ratios[0], least=count, most=count,
+        )  # fmt: skip
+        until = None if deadline is None else self._clock() + seconds(deadline)
+        return traffic.followers.kept(traffic.store(call, wanted), call, wanted, until)
+
+    # -- all of it
+
+    async def reset(self) -> Dropped:
+        """Drop all blocks, and wait until no copy is going on: the weights changed, say.
+
+        Nothing that was stored before is found, or loaded, afterwards: loads that are going on end as misses,
+        and lookups that are entered are worth nothing any more.
+
+        Returns:
+            What was dropped. When it returns, no copy of before touches the cache, unless it says so.
+
+        Raises:
+            ClosedError: The tier isn't open.
+        """
+        traffic = self._opened()
+        self._generation += 1
+        batches = list(traffic.copies.batches)
+        blocks = traffic.table.reset()
+        traffic.outdate()
+        for batch in batches:
+            traffic.copies.stop(batch)
+        cancelled = await traffic.followers.drained(batches)
+        if cancelled is not None:
+            raise cancelled
+        stores = sum(batch.store for batch in batches)
+        drained = all(batch.ended for batch in batches)
+        return Dropped(
+            blocks=blocks,
+            stores=stores,
+            loads=len(batches) - stores,
+            pinned=traffic.table.in_use,
+            drained=drained,
+        )
+
+    def worth_loading(self, n_tokens: SupportsIndex, prefill_rate: float) -> bool:
+        """Whether so many tokens are there sooner when loaded than when computed, as measured so far.
+
+        Args:
+            n_tokens: Tokens that could be loaded.
+            prefill_rate: Tokens a second that the model computes.
+
+        Raises:
+            ClosedError: The tier isn't open.
+            ValueError: One is not positive.
+        """
+        traffic = self._opened()
+        tokens = n_tokens.__index__()
+        if tokens <= 0 or not prefill_rate > 0:
+            raise ValueError(f"n_tokens and prefill_rate are positive, not {n_tokens!r} and {prefill_rate!r}")
+        rate = traffic.copies.rates[False].value or _GUESS.get(self.cache.device.kind, _GUESS_HOST)
+        nbytes = tokens * self._pool.place_bytes / self.block_size + traffic.copies.waiting_bytes[False]
+        return bool(_START_S + nbytes / rate < tokens / prefill_rate)
+
+    def events(self) -> AsyncIterator[TierEvent]:
+        """What is stored and removed from now on; ends when the tier is closed.
+
+        Raises:
+            ClosedError: The tier isn't open.
+        """
+        return self._opened().events.read()
+
+    def statistics(self) -> TierStatistics:
+        """Counts so far, and what is going on. From any thread.
+
+        Raises:
+            ClosedError: The tier was not entered.
+        """
+        if self._traffic is None:
+            raise ClosedError(f"the host tier is {self._state}")
+        return self._traffic.statistics()

@@ -1,0 +1,395 @@
+"""What an open tier does: its index, its copies and its memory, put together.
+
+Everything that happens comes through here: a call of the user, or a part of a copy that is over. Neither
+waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from weakref import WeakSet
+
+import numpy as np
+
+from aiokv.device.cache import KVCache
+from aiokv.device.poller import CompletionPoller
+from aiokv.device.submission import Submissions
+from aiokv.engine.leases import BlockLeases
+from aiokv.errors import AiokvError, DeviceError
+from aiokv.offload.calls import Stored, Wanted
+from aiokv.offload.checksums import Checksums
+from aiokv.offload.copies import Batch, Copies, Part
+from aiokv.offload.events import BlocksRemoved, Events, stored
+from aiokv.offload.following import Followers
+from aiokv.offload.manager import BlockTable
+from aiokv.offload.policies import Admission, Key, Policy
+from aiokv.offload.pool import Pool
+from aiokv.offload.progress import Progress
+from aiokv.offload.settings import TierSettings
+from aiokv.offload.statistics import TierCounts, TierStatistics
+from aiokv.proto.plan import GroupBlocks
+
+__all__ = ["Traffic"]
+
+_log = logging.getLogger("aiokv")
+
+
+class Traffic:
+    """The working parts of one open tier. Belongs to its loop's thread.
+
+    Args:
+        cache: The cache.
+        pool: The tier's memory.
+        leases: Of the cache's blocks.
+        policy: What goes first.
+        admission: What is worth keeping; None: all.
+        share: Of the blocks that get a checksum.
+        settings: Bounds.
+        clock: The time (ns).
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        pool: Pool,
+        leases: BlockLeases,
+        policy: Policy,
+        admission: Admission | None,
+        share: float,
+        settings: TierSettings,
+        clock: Callable[[], int],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._pool = pool
+        self._leases = leases
+        self._settings = settings
+        self._ratios = pool.ratios
+        self.counts = TierCounts()
+        self.events = Events(settings.events)
+        self.table = BlockTable(
+            policy, admission=admission, removed=self._on_removed, distrusted=self._on_distrusted
+        )
+        guard = getattr(cache.device, "quiet", None)
+        self._poller = CompletionPoller(loop, clock=clock, guard=guard)
+        self._submissions = Submissions(
+            cache.device, loop, poller=self._poller, window_bytes=settings.window_bytes, clock=clock
+        )
+        self.checksums = Checksums(loop, share, pool.views)
+        self.copies = Copies(
+            cache,
+            pool,
+            leases,
+            self._poller,
+            self._submissions,
+            part_bytes=settings.part_bytes,
+            chunk_bytes=settings.chunk_bytes,
+            clock=clock,
+            over=self._on_over,
+        )
+        #: Which store writes each pending place, and which of its blocks that is.
+        self._storing: dict[int, tuple[Batch, int]] = {}
+        #: Which load writes each block of the cache's first group.
+        self._loading: dict[int, tuple[Batch, int]] = {}
+        #: Parts of loads that wait for a store.
+        self._blocked: dict[Part, Batch] = {}
+        #: What callers wait for, as long as they do.
+        self._progress: WeakSet[Progress] = WeakSet()
+        self.followers = Followers(
+            clock=clock,
+            drain_s=settings.drain_s,
+            retries=settings.retries,
+            ratios=pool.ratios,
+            stop=self.copies.stop,
+            store=self.store,
+        )
+
+    def close(self) -> None:
+        """Stop for good; nothing is in flight."""
+        self.stop()
+        self._poller.close()
+
+    def stop(self) -> None:
+        """Submit and look at nothing more."""
+        self._submissions.close()
+        self.checksums.close()
+
+    # -- calls of the user
+
+    def lookup(self, keys: Sequence[Key]) -> list[int]:
+        """Find and hold."""
+        found = self.table.lookup(keys)
+        self.counts.lookups += 1
+        self.counts.hit_blocks += len(found)
+        self.counts.miss_blocks += len(keys) - len(found)
+        return found
+
+    def load(self, places: Sequence[int], wanted: Wanted) -> Progress:
+        """Begin to bring places into blocks, but for those that are on their way there already."""
+        # What turned out to be bad since it was found is a miss.
+        good = next((i for i, place in enumerate(places) if self.table.key_at(place) is None), len(places))
+        places = places[:good]
+        sources: list[tuple[Batch | None, int]] = []
+        fresh: list[int] = []
+        firsts = wanted.blocks[0].ids[:: self._ratios[0]].tolist()
+        for index, place in enumerate(places):
+            other = self._loading.get(firsts[index])
+            if other is not None and self._same(other, place, wanted, index):
+                sources.append(other)
+            else:
+                sources.append((None, len(fresh)))
+                fresh.append(index)
+        own: list[Batch] = []
+        if fresh:
+            batch = self._begin_load(places, wanted, fresh)
+            own.append(batch)
+            sources = [(batch, at) if other is None else (other, at) for other, at in sources]
+        self.counts.joined_blocks += len(places) - len(fresh)
+        return self._followed(Progress.of(sources, own))
+
+    def _begin_load(self, places: Sequence[int], wanted: Wanted, fresh: Sequence[int]) -> Batch:
+        places = [places[index] for index in fresh]
+        writers = [self._storing.get(place) for place in places]
+        # A part waits for one part of a store at most.
+        cuts = {
+            index
+            for index in range(1, len(places))
+            if _part_of(writers[index]) is not _part_of(writers[index - 1])
+        }
+        batch = self.copies.add(
+            places,
+            self._picked(wanted.blocks, fresh),
+            store=False,
+            after=wanted.after,
+            priority=wanted.priority,
+            cuts=cuts,
+        )
+        self.table.pin(places)
+        firsts = batch.blocks[0].ids[:: self._ratios[0]].tolist()
+        self._loading.update((first, (batch, index)) for index, first in enumerate(firsts))
+        batch.keys = [self.table.key_at(place) for place in places]
+        for part in batch.parts:
+            writer = writers[part.lo]
+            if writer is None:
+                self.copies.begin(batch, part)
+            else:
+                self._blocked[part] = batch
+                self.counts.joined_blocks += part.hi - part.lo
+                self.copies.promote(writer[0])
+        return batch
+
+    def _same(self, other: tuple[Batch, int], place: int, wanted: Wanted, index: int) -> bool:
+        """Whether another load brings the same to the same blocks."""
+        batch, at = other
+        if batch.stopped or batch.places[at] != place:
+            return False
+        return all(
+            np.array_equal(
+                theirs.ids[at * ratio : (at + 1) * ratio], ours.ids[index * ratio : (index + 1) * ratio]
+            )
+            for theirs, ours, ratio in zip(batch.blocks, wanted.blocks, self._ratios, strict=True)
+        )
+
+    def store(self, call: Stored, wanted: Wanted) -> Progress:
+        """Begin to keep blocks, but for those that are kept, or on their way, already."""
+        self.copies.check(wanted.blocks, store=True)
+        offered = self.table.offer(call.hashes, call.parent)
+        self.counts.refused_blocks += offered.refused
+        self.counts.joined_blocks += len(offered.pending)
+        sources: list[tuple[Batch | None, int]] = [(None, index) for index in range(offered.kept)]
+        for index, place in offered.pending:
+            sources[index] = self._storing[place]
+        own: list[Batch] = []
+        if offered.new:
+            indices = [index for index, _ in offered.new]
+            places = [place for _, place in offered.new]
+            try:
+                batch = self.copies.add(
+                    places,
+                    self._picked(wanted.blocks, indices),
+                    store=True,
+                    after=wanted.after,
+                    priority=wanted.priority,
+                )
+            except BaseException:
+                self.table.finish(places, ok=False)
+                raise
+            batch.call, batch.indices = call, indices
+            own.append(batch)
+            for at, (index, place) in enumerate(offered.new):
+                sources[index] = self._storing[place] = (batch, at)
+            for part in batch.parts:
+                self.copies.begin(batch, part)
+        return self._followed(Progress.of(sources, own))
+
+    def _picked(self, blocks: Sequence[GroupBlocks], indices: Sequence[int]) -> tuple[GroupBlocks, ...]:
+        if len(indices) * self._ratios[0] == blocks[0].ids.size:
+            return tuple(blocks)
+        return tuple(
+            GroupBlocks(0, listed.ids.reshape(-1, ratio)[indices].ravel())
+            for listed, ratio in zip(blocks, self._ratios, strict=True)
+        )
+
+    def outdate(self) -> None:
+        """What callers wait for is worth nothing any more."""
+        for progress in self._progress:
+            progress.stale = True
+
+    def _followed(self, progress: Progress) -> Progress:
+        self._progress.add(progress)
+        return progress
+
+    # -- what is over
+
+    def _on_over(self, batch: Batch, part: Part, across: bool, failure: AiokvError | None) -> None:
+        if isinstance(failure, DeviceError):
+            self.counts.failed_copies += 1
+            _log.debug("a part of a %s failed: %s", "store" if batch.store else "load", failure)
+        places = batch.places[part.lo : part.hi]
+        if batch.store:
+            self._stored(batch, part, places, across=across)
+            return
+        firsts = batch.blocks[0].ids[part.lo * self._ratios[0] : part.hi * self._ratios[0] : self._ratios[0]]
+        for first in firsts.tolist():
+            if self._loading.get(first, (None, 0))[0] is batch:
+                del self._loading[first]
+        self._blocked.pop(part, None)
+        if not across:
+            self.table.release(places)
+        elif self.checksums.known(batch.keys[part.lo : part.hi]):
+            self._look(batch, part, places)
+        else:
+            self._loaded(batch, part, places)
+
+    def _stored(self, batch: Batch, part: Part, places: Sequence[int], *, across: bool) -> None:
+        for place in places:
+            del self._storing[place]
+        self.table.finish(places, ok=across)
+        if across:
+            self.counts.stored_blocks += len(places)
+            batch.arrived(part)
+            there = [place for place in places if self.table.ready(place)]
+            if self.events and len(there) == len(places) and batch.call is not None:
+                call, indices = batch.call, batch.indices[part.lo : part.hi]
+                for event in stored(call.hashes, call.parent, call.block_size, call.tokens, indices):
+                    self.events.tell(event)
+            for place in self.checksums.sampled(there):
+                self._hash(place)
+        for waiting, load in list(self._blocked.items()):
+            self._unblock(load, waiting)
+
+    def _unblock(self, load: Batch, part: Part) -> None:
+        places = load.places[part.lo : part.hi]
+        if self._storing.keys().isdisjoint(places):
+            self._blocked.pop(part, None)
+            if all(self.table.ready(place) for place in places):
+                self.copies.begin(load, part)
+            else:
+                self.copies.stop(load, DeviceError("the store that this load waited for did not succeed"))
+
+    def _hash(self, place: int) -> None:
+        key = self.table.key_at(place)
+        self.table.pin([place])
+
+        def made(_: bool) -> None:
+            if self.table.key_at(place) is None:
+                self.checksums.forget([key])
+            self.table.release([place])
+
+        self.checksums.make(key, place, made)
+
+    def _look(self, batch: Batch, part: Part, places: Sequence[int]) -> None:
+        """Look whether the blocks of a part are what they were when they were stored."""
+        batch.checking += 1
+        left = len(places)
+        bad: list[int] = []
+
+        def looked(place: int, fine: bool) -> None:
+            nonlocal left
+            left -= 1
+            if not fine:
+                bad.append(place)
+            if left:
+                return
+            batch.checking -= 1
+            if not bad:
+                self._loaded(batch, part, places)
+                return
+            _log.error("host tier: %d blocks had changed since they were stored", len(bad))
+            self.table.drop(bad)
+            self.table.release(places)
+            self.copies.stop(batch, DeviceError("a block had changed since it was stored"))
+            # What comes before the first of them is good.
+            batch.landed = max(batch.landed, batch.good_up_to(part, min(places.index(each) for each in bad)))
+            batch.bell.ring()
+
+        for place, key in zip(places, batch.keys[part.lo : part.hi], strict=True):
+            self.checksums.check(key, place, partial(looked, place))
+
+    def _loaded(self, batch: Batch, part: Part, places: Sequence[int]) -> None:
+        self.table.release(places)
+        self.counts.loaded_blocks += len(places)
+        batch.arrived(part)
+
+    def _on_removed(self, keys: Sequence[Key], why: str) -> None:
+        self.checksums.forget(keys)
+        if why == "evicted":
+            self.counts.evicted_blocks += len(keys)
+        elif why == "dropped":
+            self.counts.dropped_blocks += len(keys)
+        if self.events:
+            self.events.tell(BlocksRemoved(tuple(keys), why))
+
+    def _on_distrusted(self, error: Exception) -> None:
+        self.counts.policy_faults += 1
+        _log.error("the host tier's policy failed and was replaced by LRU: %r", error)
+
+    # -- what there is to tell
+
+    def statistics(self) -> TierStatistics:
+        """See ``HostTier.statistics``."""
+        counts, table, copies = self.counts, self.table, self.copies
+        size = self._pool.place_bytes
+        return TierStatistics(
+            lookups=counts.lookups,
+            hit_blocks=counts.hit_blocks,
+            miss_blocks=counts.miss_blocks,
+            joined_blocks=counts.joined_blocks,
+            loaded_blocks=counts.loaded_blocks,
+            stored_blocks=counts.stored_blocks,
+            bytes_loaded=counts.loaded_blocks * size,
+            bytes_stored=counts.stored_blocks * size,
+            load_seconds=copies.seconds[False],
+            store_seconds=copies.seconds[True],
+            load_rate=copies.rates[False].value,
+            store_rate=copies.rates[True].value,
+            evicted_blocks=counts.evicted_blocks,
+            refused_blocks=counts.refused_blocks,
+            dropped_blocks=counts.dropped_blocks,
+            failed_copies=counts.failed_copies,
+            policy_faults=counts.policy_faults,
+            checksums_checked=self.checksums.checked,
+            checksum_failures=self.checksums.failed,
+            canary=not self.checksums.failed,
+            loads_queued=self._submissions.queued(urgent=True),
+            stores_queued=self._submissions.queued(urgent=False),
+            copies=len(copies.batches),
+            blocks_leased=self._leases.held(),
+            places=table.capacity,
+            places_wanted=self._pool.places,
+            places_used=table.capacity - table.free,
+            places_pinned=table.in_use,
+            places_pending=table.pending,
+            pool_bytes=self._pool.nbytes,
+        )
+
+
+def _part_of(writer: tuple[Batch, int] | None) -> Part | None:
+    """The part of a store that brings a block."""
+    if writer is None:
+        return None
+    batch, index = writer
+    return next(part for part in batch.parts if index < part.hi)
