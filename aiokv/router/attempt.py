@@ -30,8 +30,6 @@ _log = logging.getLogger("aiokv")
 
 #: Answers of an instance that are about the request and not about the instance.
 _OF_THE_REQUEST = frozenset({400, 413, 422})
-#: Seconds that a prefill's answer may come after the last token.
-_TAIL = 1.0
 
 
 class Failed(Exception):
@@ -125,9 +123,9 @@ class Attempt:
                 member.in_flight -= 1
             if failed is not None:
                 self._give_up(failed)
-        if failed is None:
-            await self._await_prefill()
-        elif failed is not error:
+            elif self._prefilling is not None:
+                self._wire.let_end(self._prefilling)
+        if failed is not None and failed is not error:
             raise failed
 
     # -- what ends it from outside
@@ -178,14 +176,6 @@ class Attempt:
         except Failed as failed:
             if not self._begun:
                 self._interrupt(failed)
-
-    async def _await_prefill(self) -> None:
-        """The answer is out; the prefill's own may be on its way still."""
-        if self._prefilling is not None:
-            try:
-                await asyncio.wait({self._prefilling}, timeout=_TAIL)
-            finally:
-                self._prefilling.cancel()
 
     # -- the decode
 

@@ -78,7 +78,9 @@ def _made(options: argparse.Namespace) -> Router:
         tls=Tls.load(options.tls[0], options.tls[1], ca=options.tls[2]) if options.tls else None,
         api_keys=_listed(options.api_keys) if options.api_keys else (),
         insecure=options.insecure,
-        settings=RouterSettings(**{each.name: getattr(options, each.name) for each in fields(RouterSettings)}),
+        settings=RouterSettings(
+            **{each.name: getattr(options, each.name) for each in fields(RouterSettings)}
+        ),
     )
 
 
@@ -119,9 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--tls", nargs=3, metavar=("CERT", "KEY", "CA"), help="certificates, for a tls:// --control")
     option("--api-keys", type=Path, metavar="FILE", help="keys of which clients show one, one a line")
     option("--insecure", action="store_true", help="let other hosts reach what has no keys")
-    option(
-        "--grace", type=float, default=30.0, help="seconds to finish after SIGTERM (default: %(default)g)"
-    )
+    option("--grace", type=float, default=30.0, help="seconds to finish after SIGTERM (default: %(default)g)")
     option("--verbose", action="store_true", help="log more")
     bounds = parser.add_argument_group("bounds and times (seconds, bytes)")
     for each in fields(RouterSettings):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Wire"]
 
+#: Seconds that a prefill's answer may come after the last token.
+_TAIL = 1.0
 _IDENTITY = msgspec.json.Decoder(dict[str, str])
 
 
@@ -39,6 +41,7 @@ class Wire:
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
         self.attempts: set[Attempt] = set()
+        self._tails: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         self.session = aiohttp.ClientSession(
@@ -53,7 +56,19 @@ class Wire:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        for task in self._tails:
+            task.cancel()
+        await asyncio.gather(*self._tails, return_exceptions=True)
         await self.session.close()
+
+    def let_end(self, prefilling: asyncio.Task[None]) -> None:
+        """The answer is out; let the prefill's own come, for a moment."""
+        if prefilling.done():
+            return
+        self._tails.add(prefilling)
+        late = asyncio.get_running_loop().call_later(_TAIL, prefilling.cancel)
+        prefilling.add_done_callback(self._tails.discard)
+        prefilling.add_done_callback(lambda _: late.cancel())
 
     def gone(self, member: Member, why: str) -> None:
         """An instance is no more; what it was at is told so."""

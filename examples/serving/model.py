@@ -56,6 +56,9 @@ class Tokenizer(Protocol):
     def chat(self, prompt: str) -> list[int]:
         """The tokens of a conversation whose only turn is ``prompt``, up to where the answer begins."""
 
+    def turns(self, turns: list[dict[str, str]]) -> list[int]:
+        """The tokens of a conversation of several turns, each with a role and its content."""
+
     def decode(self, tokens: list[int]) -> str:
         """Text to show."""
 
@@ -155,6 +158,10 @@ class ByteTokenizer:
         """The bytes of ``prompt``; a random model knows no turns."""
         return self.encode(prompt)
 
+    def turns(self, turns: list[dict[str, str]]) -> list[int]:
+        """The bytes of all that was said."""
+        return self.encode("\n".join(turn["content"] for turn in turns))
+
     def decode(self, tokens: list[int]) -> str:
         """Printable characters, since a random model also answers with control codes."""
         return "".join(chr(token) if 32 <= token < 127 else "." for token in tokens)
@@ -175,8 +182,11 @@ class ChatTokenizer:
 
     def chat(self, prompt: str) -> list[int]:
         """One user turn in the model's own chat template."""
-        turn = [{"role": "user", "content": prompt}]
-        return list(self._tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
+        return self.turns([{"role": "user", "content": prompt}])
+
+    def turns(self, turns: list[dict[str, str]]) -> list[int]:
+        """The turns in the model's own chat template, up to where the answer begins."""
+        return list(self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
 
     def decode(self, tokens: list[int]) -> str:
         """The text of ``tokens``, without the marks of a turn."""

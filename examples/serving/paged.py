@@ -39,6 +39,11 @@ class BlockPool:
         self._free = list(range(blocks))
         self._returned = asyncio.Condition()
 
+    @property
+    def free(self) -> int:
+        """Blocks that nobody has."""
+        return len(self._free)
+
     @asynccontextmanager
     async def take(self, count: int) -> AsyncIterator[list[int]]:
         """Wait for ``count`` blocks; they are given back when the context is left.
