@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +10,11 @@ from numpy.typing import NDArray
 from aiokv.errors import AiokvError
 from aiokv.ranks.outcomes import Failed, Hit, Miss, Outcome, Severity
 from aiokv.ranks.units import Blocks, Tokens
-from aiokv.ranks.vector import HEADER, REQUESTS, Header, Lanes, compared, encoded, hashed
+from aiokv.ranks.vector import REQUESTS, Header, Lanes, compared, encoded, hashed, read, write
 
 __all__ = ["Agreement"]
 
-_NOTHING = Lanes(np.zeros(0, np.int32), np.zeros(0, np.int32), 0)
+_NOTHING = Lanes([], [], 0, False)
 
 
 class Agreement:
@@ -59,9 +58,9 @@ class Agreement:
             self._hashes = hashed(keys, len(self._outcomes))
         except Exception as error:  # noqa: BLE001 - raised once the other ranks know
             self.fault = error
-        size = len(self._outcomes)
-        self._counts = np.zeros(size, np.int32)
-        self._severities = np.zeros(size, np.int32)
+        #: Of the rounds that are over.
+        self._counts: list[int] = []
+        self._severities: list[int] = []
         self._round = 0
 
     @property
@@ -81,13 +80,8 @@ class Agreement:
 
     def write(self, vector: NDArray[np.int32]) -> None:
         """Put what is to be reduced next into the vector."""
-        self._header().write(vector)
-        vector[HEADER:] = 0
-        if self.fault is None:
-            part = self._part()
-            count = len(self._lanes.counts[part])
-            vector[HEADER : HEADER + count] = self._lanes.counts[part]
-            vector[HEADER + REQUESTS : HEADER + REQUESTS + count] = self._lanes.severities[part]
+        lanes = self._lanes if self.fault is None else _NOTHING
+        write(vector, self._header(), lanes, self._round * REQUESTS)
 
     def read(self, vector: NDArray[np.int32]) -> bool:
         """Take the reduced vector; whether another round has to follow.
@@ -97,14 +91,14 @@ class Agreement:
         """
         finding = compared(vector, self._header())
         self.ahead, self.error = finding.batch - self.batch, finding.error
-        part = self._part()
         self._round += 1
         if self.error is not None or self.fault is not None:
             return False
-        count = len(self._counts[part])
-        self._counts[part] = vector[HEADER : HEADER + count]
-        self._severities[part] = vector[HEADER + REQUESTS : HEADER + REQUESTS + count]
-        return self._round * REQUESTS < len(self._outcomes)
+        left = len(self._outcomes) - len(self._counts)
+        counts, severities = read(vector, min(left, REQUESTS))
+        self._counts += counts
+        self._severities += severities
+        return left > REQUESTS
 
     def agreed(self) -> list[Outcome]:
         """What all ranks came to, request by request.
@@ -117,8 +111,12 @@ class Agreement:
             raise self.fault
         if self.error is not None:
             raise self.error
-        lanes = zip(self._outcomes, self._counts.tolist(), self._severities.tolist(), strict=True)
-        return [_joint(own, count, severity) for own, count, severity in lanes]
+        own = self._lanes
+        counts, severities = self._counts, self._severities
+        if not own.hollow and counts == own.counts and severities == own.severities:
+            return list(self._outcomes)
+        lanes = zip(self._outcomes, counts, severities, strict=True)
+        return [_joint(outcome, count, severity) for outcome, count, severity in lanes]
 
     def _header(self) -> Header:
         return Header(
@@ -132,20 +130,15 @@ class Agreement:
             faulty=self.fault is not None,
         )
 
-    def _part(self) -> slice:
-        return slice(self._round * REQUESTS, (self._round + 1) * REQUESTS)
-
 
 def _joint(own: Outcome, count: int, severity: int) -> Outcome:
     """What a request comes to, by its lanes; ``own`` is what this rank found."""
     if severity:
         return Failed(Severity(-severity))
-    if not count:
-        return Miss()
     # A count of all ranks is one of this rank, too, and of the same unit.
-    held = cast("Hit", own).held
-    return own if held.count == count else Hit(_of(held, count))
-
-
-def _of(held: Blocks | Tokens, count: int) -> Blocks | Tokens:
-    return Blocks(count) if isinstance(held, Blocks) else Tokens(count)
+    if not count or type(own) is not Hit:
+        return Miss()
+    held = own.held
+    if held.count == count:
+        return own
+    return Hit(Blocks(count) if isinstance(held, Blocks) else Tokens(count))

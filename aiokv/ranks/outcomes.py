@@ -8,6 +8,7 @@ from enum import IntEnum
 import msgspec
 
 from aiokv.errors import CapacityError, PeerLostError, Refused
+from aiokv.proto.fields import settle
 from aiokv.ranks.units import Blocks, Tokens
 
 __all__ = ["Failed", "Hit", "Miss", "Outcome", "Severity"]
@@ -69,9 +70,16 @@ class Failed(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         severity: The kind of error; of several ranks' the worst.
+
+    Raises:
+        ValueError: There is no such kind.
     """
 
     severity: Severity
+
+    def __post_init__(self) -> None:
+        if type(self.severity) is not Severity:
+            settle(self, severity=Severity(self.severity))
 
 
 Outcome = Hit | Miss | Failed
