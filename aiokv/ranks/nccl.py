@@ -70,7 +70,7 @@ class NcclCollective:
             self._event = self._torch.cuda.Event()
             self._pinned = self._torch.zeros(LENGTH, dtype=self._torch.int32, pin_memory=True)
             self._tensor = self._torch.zeros(LENGTH, dtype=self._torch.int32, device=self.place)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, AssertionError, OSError) as error:  # torch asserts that it was built for GPUs
             raise DeviceError(f"the GPU of an NCCL group can't be used: {error}") from error
         self._tensor.record_stream(self._stream)
         # What fills the tensor was enqueued on the current stream.

@@ -152,6 +152,43 @@ def destroyed(rank: int, size: int) -> Result:
     return found
 
 
+def nccl(rank: int, size: int) -> Result:
+    """Each case of the suite, in a group of GPUs."""
+    found: Result = {}
+
+    async def cases(ranks: RankGroup) -> None:
+        for case in CASES:
+            try:
+                async with asyncio.timeout(20):
+                    await case(ranks)
+                found[case.__name__] = ""
+            except Exception:  # noqa: BLE001 - the parent process tells
+                found[case.__name__] = traceback.format_exc()
+                break
+
+    with RankGroup() as ranks:
+        run(partial(cases, ranks))
+    return found
+
+
+def nccl_killed(rank: int, size: int) -> Result:
+    """The last rank is killed within an agreement by NCCL."""
+    ranks = RankGroup()
+
+    async def play() -> Result:
+        assert await ranks.agree([Hit(Blocks(rank + 1))]) == [Hit(Blocks(1))]
+        if rank == size - 1:
+            await asyncio.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            await ranks.agree([Miss()], deadline=15)
+        except AiokvError as error:
+            return {"error": f"{type(error).__name__}: {error}", "again": await again(ranks)}
+        return {}
+
+    return run(play)
+
+
 def default(rank: int, size: int) -> Result:
     """The default group, and a group that this process is not in."""
     with RankGroup() as ranks:
@@ -173,7 +210,7 @@ async def again(ranks: RankGroup) -> str:
     return ""
 
 
-PLAYS = {play.__name__: play for play in (suite, killed, never, destroyed, default)}
+PLAYS = {play.__name__: play for play in (suite, killed, never, destroyed, default, nccl, nccl_killed)}
 
 
 # -- the processes
@@ -181,8 +218,16 @@ PLAYS = {play.__name__: play for play in (suite, killed, never, destroyed, defau
 
 def be(name: str, rank: int, size: int, folder: Path) -> Result:
     torch.set_num_threads(1)
+    backend = "gloo"
+    if name.startswith("nccl"):
+        backend = "nccl"
+        # On one GPU: processes of the same host are refused, so they pass for several.
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        # Or torch ends the process of whoever lost a peer.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=size,
