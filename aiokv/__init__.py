@@ -32,9 +32,11 @@ from aiokv.errors import (
 )
 from aiokv.proto.layout import CacheLayout, GroupLayout
 from aiokv.proto.settings import Settings
+from aiokv.ranks import Blocks, Failed, Hit, Miss, RankGroup, Severity, Tokens
 
 __all__ = [
     "AiokvError",
+    "Blocks",
     "BusyError",
     "CacheLayout",
     "CapacityError",
@@ -42,22 +44,28 @@ __all__ = [
     "Config",
     "DeadlineExceeded",
     "DeviceError",
+    "Failed",
     "Fetch",
     "GroupLayout",
+    "Hit",
     "InvalidBlocks",
     "KVCache",
     "Keys",
     "LayoutMismatch",
     "LocalProtocolError",
+    "Miss",
     "Offer",
     "PeerLostError",
     "Progress",
     "ProtocolError",
+    "RankGroup",
     "Refused",
     "RemoteProtocolError",
     "Settings",
+    "Severity",
     "Statistics",
     "Tls",
+    "Tokens",
     "TransferAborted",
     "TransferEngine",
     "Window",
