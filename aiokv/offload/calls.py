@@ -89,15 +89,13 @@ def checked_hashes(hashes: Sequence[Key]) -> Sequence[Key]:
     """Hashes as a list that stays as it is.
 
     Raises:
-        TypeError: It is no list, or one can't be hashed.
+        TypeError: It is no list, or one is None.
     """
     if isinstance(hashes, str | bytes | bytearray) or not isinstance(hashes, Sequence):
         raise TypeError(f"hashes is a list of hashes of blocks, not {hashes!r:.80}")
     kept = list(hashes)
-    for key in kept:
-        if key is None:
-            raise TypeError("None is no hash of a block")
-        hash(key)
+    if None in kept:
+        raise TypeError("None is no hash of a block")
     return kept
 
 

@@ -87,7 +87,8 @@ class Checksums:
         self._random = random.Random(seed)  # noqa: S311 - a sample, not a secret
         self._make = make or hasher()
         self._known: dict[Key, int] = {}
-        self._queue: deque[Iterator[None]] = deque()
+        #: Hashes under way, and what to call where one is given up.
+        self._queue: deque[tuple[Iterator[None], Callable[[], None]]] = deque()
         self._turn: asyncio.Handle | None = None
         #: Blocks that were looked at when they were loaded, and those of them that had changed.
         self.checked = 0
@@ -115,13 +116,13 @@ class Checksums:
                 self._known.pop(key, None)
 
     def make(self, key: Key, place: int, done: Callable[[bool], None]) -> None:
-        """Make a block's checksum; then call ``done``, which says whether it still counts."""
+        """Make a block's checksum; then call ``done`` with whether there is one."""
 
         def over(digest: int) -> None:
             self._known[key] = digest
             done(True)
 
-        self._add(place, over)
+        self._add(place, over, lambda: done(False))
 
     def check(self, key: Key, place: int, done: Callable[[bool], None]) -> None:
         """Call ``done`` with whether a block is what it was; at once where it has no checksum."""
@@ -135,26 +136,31 @@ class Checksums:
             self.failed += digest != expected
             done(digest == expected)
 
-        self._add(place, over)
+        self._add(place, over, lambda: done(True))
 
     def close(self) -> None:
-        """Hash nothing more; nobody is called any more. May be called twice."""
-        self._queue.clear()
+        """Hash nothing more; whoever waits is called now. May be called twice."""
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
+        while self._queue:
+            self._queue.popleft()[1]()
 
-    def _add(self, place: int, over: Callable[[int], None]) -> None:
-        self._queue.append(self._hashed(place, over))
+    def _add(self, place: int, over: Callable[[int], None], given_up: Callable[[], None]) -> None:
+        self._queue.append((self._hashed(place, over), given_up))
         if self._turn is None:
             self._turn = self._loop.call_soon(self._work)
 
     def _hashed(self, place: int, over: Callable[[int], None]) -> Iterator[None]:
-        state = self._make()
+        state, done = self._make(), 0
         for view in self._views(place):
             for start in range(0, len(view), _SLICE):
-                state.update(view[start : start + _SLICE])
-                yield
+                part = view[start : start + _SLICE]
+                state.update(part)
+                done += len(part)
+                if done >= _SLICE:
+                    done = 0
+                    yield
         over(state.intdigest())
 
     def _work(self) -> None:
@@ -163,7 +169,7 @@ class Checksums:
             if not self._queue:
                 return
             try:
-                next(self._queue[0])
+                next(self._queue[0][0])
             except StopIteration:
                 self._queue.popleft()
         if self._queue:

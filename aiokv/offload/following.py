@@ -115,7 +115,8 @@ class Followers:
             for batch in alone:
                 if not batch.ended:
                     self._stop(batch)
-            cancelled = await self.drained(alone)
+            # What others have joined goes on; but while it does, it touches this caller's blocks.
+            cancelled = await self.drained([*progress.own, *alone])
             if cancelled is not None:
                 raise cancelled
 

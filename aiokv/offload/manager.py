@@ -127,6 +127,8 @@ class BlockTable:
         Raises:
             ValueError: A key stands twice: it can't be a prefix.
         """
+        if len(set(keys)) != len(keys):
+            raise ValueError("a hash stands twice in one lookup")
         found: list[int] = []
         get = self._places.get
         for key in keys:
@@ -134,8 +136,6 @@ class BlockTable:
             if place < 0:
                 break
             found.append(place)
-        if len(set(found)) != len(found):
-            raise ValueError("a hash stands twice in one lookup")
         self.pin(found)
         if found:
             self._tell(lambda policy: policy.used(found, hit=True))

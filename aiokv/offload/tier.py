@@ -58,7 +58,7 @@ class HostTier:
         admission: Which new blocks are worth a place, such as ``SecondSight``; by default all.
         engine: An entered engine of the same cache: blocks that its transfers hold are then refused here, and
             blocks that are on their way here there.
-        ranks: For each lookup: awaits how many blocks all ranks of a group found, given how many this one did.
+        ranks: Asked at each lookup how many blocks all ranks of a group found, given how many this one did.
         checksums: Share of the stored blocks that get a checksum, which is looked at when they are loaded.
         settings: Sizes and bounds.
         clock: Nanoseconds of a clock that never goes back.
