@@ -31,9 +31,6 @@ _STREAMS = 4
 #: Where the producer sends, a chunk is so many times larger: its link gives it to the socket in slices
 #: of its own, so that it doesn't hold the loop, and what a chunk costs at both ends is the same for any size.
 _SENT_AS_ONE = 4
-#: A rate that no link of a GPU with pace 1 exceeds, in bytes a nanosecond. The poller corrects what is too
-#: short by what it sees; what is too long would cost the first transfers their time.
-_RATE = 100
 #: Stands for what is in flight of a part that failed or was stopped.
 _NOTHING = Chunk(0, 0, 0, 0, 0, 0)
 
@@ -80,8 +77,6 @@ class Mover:
         #: Movements with chunks that wait for a lease to be confirmed.
         self._leasing: dict[Session, dict[Movement, None]] = {}
         self._streams = [cache.device.stream() for _ in range(_STREAMS)]
-        #: Expected of a link of pace 1, in bytes a nanosecond; 0 where copies are over at once.
-        self._rate = _RATE if cache.device.kind == "cuda" else 0
         self._turn = 0
         #: Submitted chunks that have not completed, over all parts.
         self.in_flight = 0
@@ -318,11 +313,12 @@ class Mover:
         if finished:
             self._completed(movement, chunk, counted, None)
         else:
+            rate = movement.link.rate
             self._poller.watch(
                 event,
                 order,
                 lambda error: self._completed(movement, chunk, counted, error),
-                expected_ns=chunk.nbytes // (self._rate * movement.link.pace) if self._rate else 0,
+                expected_ns=chunk.nbytes // rate if rate else 0,
             )
 
     def _completed(self, movement: Movement, chunk: Chunk, counted: int, error: AiokvError | None) -> None:

@@ -61,6 +61,14 @@ class Link(Protocol):
         What bounds the time of a chunk, and of all that is in flight, is so many times the bytes here.
         """
 
+    @property
+    def rate(self) -> int:
+        """Bytes a nanosecond that the path moves at most; 0 where a copy is over when it was submitted.
+
+        The time of a copy is guessed by it, and corrected by what is seen: what is too high costs looks
+        that come too early, what is too low the first copies some time.
+        """
+
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, on the loop, when the link becomes lost (at once if it is)."""
 

@@ -50,6 +50,8 @@ _NONCE = 32
 #: How many times faster than host memory a copy on a GPU is: so much at a time is submitted as one kernel, in
 #: about the time that the GPU takes for it.
 _PACE = 128
+#: Bytes a nanosecond within one GPU's memory.
+_RATE = 2000
 #: How long closing waits for copies that are in flight, in seconds.
 _PATIENCE_S = 2.0
 #: struct ucred: process, user and group id.
@@ -351,6 +353,11 @@ class _ConsumerEnd(LocalEnd):
     def pace(self) -> int:
         """As of a GPU's memory."""
         return _PACE
+
+    @property
+    def rate(self) -> int:
+        """As of a GPU's memory."""
+        return _RATE
 
     def read(self, plan: CopyPlan, chunk: Chunk, dst: Sequence[Buffer], *, stream: Stream) -> Event:
         """Enqueue the copy on this engine's own device and ``stream``."""

@@ -45,6 +45,11 @@ class LinkEnd:
         """1: not faster than host memory."""
         return 1
 
+    @property
+    def rate(self) -> int:
+        """100: faster than any bus of a host."""
+        return 100
+
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, in a turn of its own, when the link becomes lost (at once if it is)."""
         if self._lost:

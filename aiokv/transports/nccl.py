@@ -46,9 +46,10 @@ _log = logging.getLogger(__name__)
 
 #: Links that consumers may have to one transport at a time.
 _MAX_LINKS = 4096
-#: Bytes that are sent as one message at most, unless one block of the cache is longer.
-_SLOT = 4 << 20
-_SLOTS = 16
+#: Bytes that are sent as one message at most, unless one block of the cache is longer. A message costs some
+#: 0.2 ms of both ends' time; between hosts, messages of 4 MiB reach two thirds of what these reach.
+_SLOT = 16 << 20
+_SLOTS = 8
 #: How long closing waits for aborted communicators, in seconds; what takes longer is left to its thread.
 _CLOSE_S = 5.0
 

@@ -30,8 +30,9 @@ from aiokv.transports.staging import split
 
 __all__ = ["NcclSender"]
 
-#: Runs of this many bytes are sent as they lie; shorter ones are gathered first.
-_LONG_RUN = 256 << 10
+#: Runs of this many bytes are sent as they lie; shorter ones are gathered first, since a message for each
+#: takes more than that.
+_LONG_RUN = 8 << 20
 #: Chunks that wait here before the first credit is there, beside which more may be sent.
 _AHEAD = 2
 

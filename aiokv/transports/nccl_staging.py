@@ -76,6 +76,6 @@ class Pool:
             self._waiting.pop(owner)(self._share())
 
     def _share(self) -> list[Slot]:
-        count = max(1, min(_MOST, len(self._free) // 4))
+        count = max(1, min(_MOST, len(self._free) // 2))
         taken, self._free = self._free[:count], self._free[count:]
         return taken

@@ -17,7 +17,7 @@ from aiokv.proto.layout import CacheLayout
 from aiokv.testing.conformance.transportkit import Part, Path, TransportKit, bytes_of, done
 from aiokv.testing.conformance.transports import CASES, Case
 from aiokv.testing.fakenccl import FakeNccl, StagingMockedDevice
-from aiokv.transports import nccl, nccl_calls, nccl_end, nccl_making, nccl_receiver
+from aiokv.transports import nccl, nccl_calls, nccl_end, nccl_making, nccl_receiver, nccl_sender
 from aiokv.transports.base import Transport
 from aiokv.transports.nccl import NcclTransport
 from aiokv.transports.nccl_calls import Calls
@@ -455,7 +455,7 @@ async def test_nothing_more_is_posted_of_a_chunk_that_failed(seed: int) -> None:
         part.expect()
         chunk = part.chunks(1 << 20)[0]
         piece = part.plan.copies(chunk.layer)[chunk.copy].section.piece_bytes
-        path.producer_end._longest = piece
+        longest, path.producer_end._longest = path.producer_end._longest, piece
         assert chunk.nbytes >= 4 * piece
         gathered, where = [], path.producer_end._where
 
@@ -484,7 +484,7 @@ async def test_nothing_more_is_posted_of_a_chunk_that_failed(seed: int) -> None:
         assert "made to fail" in str(caught.value.__cause__)
         await part.until(gathered[0].nbytes)
         path.end.forget(part.id)
-        path.producer_end._longest = 1 << 20
+        path.producer_end._longest = longest
         await arrives(kit, path, 2, tokens=4)
 
 
@@ -550,6 +550,7 @@ async def test_bytes_that_are_not_there_yet_hold_up_nobody(seed: int) -> None:
 @pytest.mark.asyncio
 async def test_long_runs_go_as_they_lie(seed: int, monkeypatch) -> None:
     copied: list[str] = []
+    monkeypatch.setattr(nccl_sender, "_LONG_RUN", 256 << 10)
     for name in ("gather", "scatter"):
         monkeypatch.setattr(StagingMockedDevice, name, lambda *args, name=name, **named: copied.append(name))
     async with NcclKit(seed) as kit:

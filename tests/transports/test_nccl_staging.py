@@ -15,7 +15,7 @@ def test_the_more_are_taken_the_fewer_one_gets() -> None:
     got: list[list] = []
     while not pool.short:
         pool.take(len(got), got.append)
-    assert [len(slots) for slots in got] == [8, 8, 6, 4, 3, 2, 2, 1, 1, 1, 1, 1, 1, 1]
+    assert [len(slots) for slots in got] == [8, 8, 8, 8, 4, 2, 1, 1]
     slots = [slot for each in got for slot in each]
     assert sorted(slot.offset for slot in slots) == list(range(100, 500, 10))
     assert all(slot.address == slot.buffer.address + slot.offset for slot in slots)
