@@ -85,8 +85,35 @@ async def test_a_prefix_comes_first(kind: str, seed: int) -> None:
                 assert kit.holds(to[:count], [_first(plane, count) for plane in before])
         assert steps == sorted(set(steps))
         assert steps[-1] == 20
-        if kind == "mocked":
-            assert len(steps) > 1
+
+
+@pytest.mark.asyncio
+async def test_what_comes_first_is_told_first(seed: int) -> None:
+    async with tier_on("mocked", seed, stepping=False) as kit:
+        await _run(kit, kit.tier.store(names("a", 20), list(range(20))))
+        steps: list[int] = []
+
+        async def go() -> None:
+            async with kit.tier.lookup(names("a", 20)) as hit:
+                async for count in kit.tier.loading(hit, list(range(40, 60))):
+                    steps.append(count)
+
+        loading = asyncio.ensure_future(go())
+        while not loading.done():
+            await _step(kit)
+        await loading
+        assert len(steps) > 2
+        assert steps[-1] == 20
+
+
+async def _step(kit: Kit) -> None:
+    """One step of the device, and a look of the poller."""
+    poller = kit.tier._opened()._poller
+    turns = poller.statistics.turns
+    kit.device.step()
+    while poller.pending and poller.statistics.turns == turns:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
 
 
 def _first(plane: torch.Tensor, count: int) -> torch.Tensor:
@@ -99,13 +126,8 @@ async def test_what_is_stored_is_visible_part_by_part(seed: int) -> None:
     async with tier_on("mocked", seed, stepping=False) as kit:
         storing = asyncio.ensure_future(kit.tier.store(names("a", 20), list(range(20))))
         ready = set()
-        poller = kit.tier._opened()._poller
         while not storing.done():
-            turns = poller.statistics.turns
-            kit.device.step()
-            while poller.pending and poller.statistics.turns == turns:
-                await asyncio.sleep(0)
-            await asyncio.sleep(0)
+            await _step(kit)
             found = kit.tier.statistics()
             ready.add(found.places_used - found.places_pending)
         assert await storing == 20
