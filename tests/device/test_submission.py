@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from aiokv.device.mocked import MockedDevice
+from aiokv.device.poller import CompletionPoller
 from aiokv.device.submission import Submissions
 from aiokv.errors import ClosedError, DeviceError
 from aiokv.proto.layout import CacheLayout
@@ -51,10 +52,10 @@ def add(device: Device) -> Iterator[Callable]:
     """Adds a copy of so many chunks."""
     buffers = [device.allocate(PLACE.buffers[0])], [device.allocate(PLACE.buffers[0])]
 
-    def added(submissions: Submissions, blocks: int, *, urgent: bool = False):  # type: ignore[no-untyped-def]
+    def added(submissions: Submissions, blocks: int, *, urgent: bool = False, **more):  # type: ignore[no-untyped-def]
         plan = plan_of(blocks)
         chunks = plan.chunks((0,), 128)
-        return plan, submissions.add(plan, chunks, *buffers, stream=device.stream(), urgent=urgent)
+        return plan, submissions.add(plan, chunks, *buffers, stream=device.stream(), urgent=urgent, **more)
 
     yield added
     device.run()
@@ -145,3 +146,65 @@ async def test_closing_ends_all_that_waits(device: Device, add: Callable) -> Non
         await waiting
     assert store.event is not None
     assert store.over
+
+
+@pytest.mark.asyncio
+async def test_of_loads_the_more_urgent_goes_first_and_then_the_one_that_came_first(
+    device: Device, add: Callable
+) -> None:
+    submissions = submissions_of(device)
+    plans = [add(submissions, 2, urgent=True, priority=priority) for priority in (0, 5, 0, 7)]
+    for _, submission in plans:
+        await submission.submitted()
+    order = list(dict.fromkeys(plan for plan, _ in device.given))
+    assert order == [plans[index][0] for index in (3, 1, 0, 2)]
+
+
+@pytest.mark.asyncio
+async def test_a_store_that_somebody_waits_for_goes_with_the_loads(device: Device, add: Callable) -> None:
+    submissions = submissions_of(device)
+    other, _ = add(submissions, 2)
+    wanted, store = add(submissions, 2)
+    submissions.promote(store)
+    submissions.promote(store)
+    await store.submitted()
+    assert next(iter(device.given))[0] is wanted
+    assert other not in [plan for plan, _ in device.given[:2]]
+    submissions.close()
+
+
+@pytest.mark.asyncio
+async def test_no_more_than_a_window_is_in_flight_and_loads_have_their_own(
+    device: Device, add: Callable
+) -> None:
+    loop = asyncio.get_running_loop()
+    poller = CompletionPoller(loop)
+    submissions = Submissions(device, loop, poller=poller, window_bytes=256, clock=device.clock)
+    over: list[int] = []
+    _, store = add(submissions, 16, then=lambda submission: over.append(submission.nbytes))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert store.nbytes == submissions.in_flight(urgent=False) == 256
+    _, load = add(submissions, 1, urgent=True)
+    await load.submitted()
+    store.cancel()
+    assert over == [256], "what is cancelled is no more than the window"
+    while poller.pending:
+        device.run()
+        await asyncio.sleep(0)
+    assert submissions.in_flight(urgent=False) == submissions.in_flight(urgent=True) == 0
+    poller.close()
+    submissions.close()
+
+
+@pytest.mark.asyncio
+async def test_what_waits_for_the_caller_takes_nothing_of_the_window(device: Device, add: Callable) -> None:
+    loop = asyncio.get_running_loop()
+    poller = CompletionPoller(loop)
+    submissions = Submissions(device, loop, poller=poller, window_bytes=128, clock=device.clock)
+    gate = device.stream().record()
+    _, held = add(submissions, 8, urgent=True, after=gate)
+    await held.submitted()
+    assert submissions.in_flight(urgent=True) == 0
+    poller.close()
+    submissions.close()

@@ -96,7 +96,7 @@ async def test_what_comes_first_is_told_first(seed: int) -> None:
         async def go() -> None:
             async with kit.tier.lookup(names("a", 20)) as hit:
                 async for count in kit.tier.loading(hit, list(range(40, 60))):
-                    steps.append(count)
+                    steps.append(count)  # noqa: PERF401
 
         loading = asyncio.ensure_future(go())
         while not loading.done():
@@ -472,28 +472,6 @@ async def test_what_is_not_there_by_the_deadline_does_not_count(seed: int) -> No
             assert not late.done(), "its copies are enqueued"
             assert await _run(kit, late) in (0, 4, 8, 12)
         assert kit.tier.statistics().blocks_leased == 0
-
-
-@pytest.mark.asyncio
-async def test_what_is_more_urgent_goes_first(seed: int) -> None:
-    small = TierSettings(
-        segment_bytes=16 * BLOCK, part_bytes=4 * BLOCK, chunk_bytes=BLOCK // 2, window_bytes=BLOCK
-    )
-    async with tier_on("mocked", seed, settings=small) as kit:
-        await kit.tier.store(names("a", 8), list(range(8)))
-        await kit.tier.store(names("b", 8), list(range(8, 16)))
-        order: list[str] = []
-
-        async def get(name: str, start: int, priority: int) -> None:
-            await kit.get(names(name, 8), range(start, start + 8), priority=priority)
-            order.append(name)
-
-        async def put() -> None:
-            await kit.tier.store(names("c", 8), list(range(16, 24)))
-            order.append("c")
-
-        await asyncio.gather(get("a", 30, 0), get("b", 40, 5))
-        assert order == ["b", "a"]
 
 
 # -- reset, closing
