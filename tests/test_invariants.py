@@ -17,6 +17,7 @@ PAGE = (ROOT / "docs" / "invariants.md").read_text(encoding="utf-8")
 SUITES = {
     "control/test_conformance.py": "channels.py",
     "device/test_conformance.py": "devices.py",
+    "ranks/test_group.py": "ranks.py",
     "transports/test_conformance.py": "transports.py",
 }
 NAME = re.compile(r"`([\w/]+\.py)::(\w+)(?:\[(\w+)\])?`")

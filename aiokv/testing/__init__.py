@@ -14,6 +14,7 @@ To test code that uses aiokv, without a GPU, a network, or time:
   seed or as told, and whose links are cut and engines killed.
 * ``aiokv.device.mocked``: ``MockedDevice``, whose streams are stepped by hand or in an order drawn from a
   seed, and which notes every access that no event orders.
+* ``ranks``: ``MemoryRanks``, ranks of a group in one process, which may be late or lost.
 * ``tables``: the protocol alone. Transfer tables joined by their sessions, without loop, bytes or clock.
 
 To test a transport, a channel or a device of your own: suites of async functions, ``CASES``, that run under
@@ -21,6 +22,7 @@ any test framework and event loop, and that aiokv's own pass.
 
 * ``conformance.transports``, with a ``conformance.transportkit.TransportKit`` that makes yours.
 * ``conformance.channels``, with a ``conformance.channelkit.ChannelKit`` that makes yours.
+* ``conformance.ranks``, which every rank of a group runs with its ``RankGroup``.
 * ``conformance.devices``, with a ``conformance.devicekit.DeviceKit`` that makes yours.
 
 To look for what nobody thought of:
