@@ -30,6 +30,11 @@ from aiokv.errors import (
     RemoteProtocolError,
     TransferAborted,
 )
+from aiokv.offload.hashes import block_hashes
+from aiokv.offload.lookup import Lookup
+from aiokv.offload.settings import TierSettings
+from aiokv.offload.statistics import Dropped, TierStatistics
+from aiokv.offload.tier import HostTier
 from aiokv.proto.layout import CacheLayout, GroupLayout
 from aiokv.proto.settings import Settings
 from aiokv.ranks import Blocks, Failed, Hit, Miss, RankGroup, Severity, Tokens
@@ -44,15 +49,18 @@ __all__ = [
     "Config",
     "DeadlineExceeded",
     "DeviceError",
+    "Dropped",
     "Failed",
     "Fetch",
     "GroupLayout",
     "Hit",
+    "HostTier",
     "InvalidBlocks",
     "KVCache",
     "Keys",
     "LayoutMismatch",
     "LocalProtocolError",
+    "Lookup",
     "Miss",
     "Offer",
     "PeerLostError",
@@ -64,11 +72,14 @@ __all__ = [
     "Settings",
     "Severity",
     "Statistics",
+    "TierSettings",
+    "TierStatistics",
     "Tls",
     "Tokens",
     "TransferAborted",
     "TransferEngine",
     "Window",
+    "block_hashes",
 ]
 
 __version__ = "0.1.0"

@@ -24,6 +24,7 @@ _PACKAGES = {"msgspec": "msgspec", "numpy": "numpy", "zmq": "pyzmq", "aiozmq": "
 #: Optional parts of the package, and what each brings, by the names of the projects and of their modules.
 EXTRAS = {
     "metrics": {"prometheus-client": "prometheus_client"},
+    "checksums": {"xxhash": "xxhash"},
     "bench": {"matplotlib": "matplotlib", "rich": "rich"},
     "examples": {
         "accelerate": "accelerate",

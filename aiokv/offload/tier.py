@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, Self, SupportsIndex
@@ -15,15 +15,17 @@ from aiokv.engine.arguments import BlockIds, checked_priority, checked_stream, s
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.leases import BlockLeases
 from aiokv.errors import AiokvError, ClosedError, LocalProtocolError
+from aiokv.offload.agreement import agreed_on
 from aiokv.offload.calls import Stored, Wanted, checked_blocks, checked_hashes, checked_share
 from aiokv.offload.events import TierEvent
-from aiokv.offload.hit import Hit
+from aiokv.offload.lookup import Lookup
 from aiokv.offload.policies import Admission, Key, Policy, policy_named
 from aiokv.offload.pool import Pool
 from aiokv.offload.progress import Progress
 from aiokv.offload.settings import TierSettings, size_of
 from aiokv.offload.statistics import Dropped, TierStatistics
 from aiokv.offload.traffic import Traffic
+from aiokv.ranks import RankGroup
 
 __all__ = ["HostTier"]
 
@@ -58,7 +60,8 @@ class HostTier:
         admission: Which new blocks are worth a place, such as ``SecondSight``; by default all.
         engine: An entered engine of the same cache: blocks that its transfers hold are then refused here, and
             blocks that are on their way here there.
-        ranks: Asked at each lookup how many blocks all ranks of a group found, given how many this one did.
+        ranks: The ranks that each keep their share of the same blocks: a lookup finds what all of them have.
+            It is agreed on by one reduction; as with any, all ranks look up the same in the same order.
         checksums: Share of the stored blocks that get a checksum, which is looked at when they are loaded.
         settings: Sizes and bounds.
         clock: Nanoseconds of a clock that never goes back.
@@ -81,7 +84,7 @@ class HostTier:
         *,
         admission: Admission | None = None,
         engine: TransferEngine | None = None,
-        ranks: Callable[[int], Awaitable[int]] | None = None,
+        ranks: RankGroup | None = None,
         checksums: float = 0.0,
         settings: TierSettings | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
@@ -92,8 +95,8 @@ class HostTier:
             raise TypeError(f"settings is a TierSettings, not {settings!r}")
         if admission is not None and not isinstance(admission, Admission):
             raise TypeError(f"admission has what aiokv.offload.policies.Admission has, not {admission!r}")
-        if ranks is not None and not callable(ranks):
-            raise TypeError(f"ranks is a function of a number of blocks, not {ranks!r}")
+        if ranks is not None and not isinstance(ranks, RankGroup):
+            raise TypeError(f"ranks is a RankGroup, not {ranks!r}")
         if engine is not None and (not isinstance(engine, TransferEngine) or engine.cache is not cache):
             raise ValueError(f"engine is the one of this cache, not {engine!r}")
         self.cache = cache
@@ -106,6 +109,8 @@ class HostTier:
         self._admission = admission
         self._engine = engine
         self._ranks = ranks
+        #: One lookup at a time is agreed on, in the order in which they came.
+        self._agreeing = asyncio.Lock()
         self._share = checked_share(checksums)
         self._clock = clock
         self._state: Literal["new", "open", "closing", "closed"] = "new"
@@ -229,16 +234,16 @@ class HostTier:
 
     # -- looking up
 
-    def lookup(self, hashes: Sequence[Key]) -> Hit:
+    def lookup(self, hashes: Sequence[Key]) -> Lookup:
         """The longest prefix of blocks that the tier has: ``async with tier.lookup(hashes) as hit``.
 
         Args:
             hashes: What each block holds, in the order of the tokens: ``aiokv.block_hashes``, or anything
                 that is hashable and means the same content whenever it is equal.
         """
-        return Hit(self, checked_hashes(hashes))
+        return Lookup(self, checked_hashes(hashes))
 
-    async def hold(self, hit: Hit) -> None:
+    async def hold(self, hit: Lookup) -> None:
         """Find and hold what a lookup asks for; called by it."""
         traffic = self._opened()
         hit.generation = self._generation
@@ -246,16 +251,17 @@ class HostTier:
         if self._ranks is None:
             return
         try:
-            agreed = await self._ranks(len(hit.places))
+            async with self._agreeing:
+                agreed = await agreed_on(self._ranks, hit.hashes, len(hit.places))
             self._opened()
         except BaseException:
             self.let_go(hit)
             raise
-        rest = hit.places[max(0, agreed) :]
-        del hit.places[max(0, agreed) :]
+        rest = hit.places[agreed:]
+        del hit.places[agreed:]
         traffic.table.release(rest)
 
-    def let_go(self, hit: Hit) -> None:
+    def let_go(self, hit: Lookup) -> None:
         """A lookup is left; called by it."""
         places, hit.places = hit.places, None
         if places and self._traffic is not None:
@@ -265,7 +271,7 @@ class HostTier:
 
     def load(
         self,
-        hit: Hit,
+        hit: Lookup,
         blocks: BlockIds,
         *,
         stream: object | None = None,
@@ -300,7 +306,7 @@ class HostTier:
 
     def loading(
         self,
-        hit: Hit,
+        hit: Lookup,
         blocks: BlockIds,
         *,
         stream: object | None = None,
@@ -316,7 +322,7 @@ class HostTier:
 
     def _begin_load(
         self,
-        hit: Hit,
+        hit: Lookup,
         blocks: BlockIds,
         stream: object | None,
         priority: SupportsIndex,
@@ -339,7 +345,7 @@ class HostTier:
             return traffic, Progress(0, stale=True), until
         return traffic, traffic.load(hit.places[:count], wanted), until
 
-    def __contains__(self, hit: Hit) -> bool:
+    def __contains__(self, hit: Lookup) -> bool:
         """Whether a lookup is this tier's."""
         return hit.tier is self
 

@@ -23,6 +23,8 @@ from aiokv.offload.events import BlocksLost, BlocksRemoved, BlocksStored, TierEv
 from aiokv.offload.policies import SecondSight
 from aiokv.offload.settings import TierSettings
 from aiokv.offload.tier import HostTier
+from aiokv.ranks import RankGroup
+from aiokv.testing.ranks import MemoryRanks
 from aiokv.testing.tiers import BLOCK, GROUPS, LAYOUT, SMALL, Kit, names, tier_on
 
 both = pytest.mark.parametrize("kind", ["host", "mocked"])
@@ -715,23 +717,23 @@ async def test_a_reader_that_is_slow_is_told_what_it_lost(seed: int) -> None:
 
 
 @pytest.mark.asyncio
-async def test_ranks_agree_on_what_is_there(seed: int) -> None:
-    said = 2
-
-    async def agree(found: int) -> int:
-        if said < 0:
-            raise ConnectionError("a rank is gone")
-        return min(found, said)
-
-    async with tier_on("host", seed, ranks=agree) as kit:
-        await kit.tier.store(names("a", 6), list(range(6)))
-        async with kit.tier.lookup(names("a", 6)) as hit:
-            assert len(hit) == 2
-            assert kit.tier.statistics().places_pinned == 2
-        said = -1
-        with pytest.raises(ConnectionError):
-            await kit.found(names("a", 6))
-        assert kit.tier.statistics().places_pinned == 0
+async def test_ranks_find_what_all_of_them_have(seed: int) -> None:
+    ranks = MemoryRanks(2, seed=seed)
+    one, other = RankGroup(ranks.collective(0)), RankGroup(ranks.collective(1))
+    async with tier_on("host", seed, ranks=one) as mine, tier_on("host", seed, ranks=other) as theirs:
+        await mine.tier.store(names("a", 6), list(range(6)))
+        await theirs.tier.store(names("a", 2), list(range(2)))
+        assert await asyncio.gather(mine.found(names("a", 6)), theirs.found(names("a", 6))) == [2, 2]
+        assert await asyncio.gather(mine.found(names("b", 6)), theirs.found(names("b", 6))) == [0, 0]
+        wrong = await asyncio.gather(
+            mine.found(names("a", 6)), theirs.found(names("a", 5)), return_exceptions=True
+        )
+        assert all(isinstance(each, LocalProtocolError) for each in wrong)
+        assert mine.tier.statistics().places_pinned == 0
+        several = [side.found(names("a", count)) for count in (1, 2, 3) for side in (mine, theirs)]
+        assert await asyncio.gather(*several) == [1, 1, 2, 2, 2, 2]
+    one.close()
+    other.close()
 
 
 @pytest.mark.asyncio

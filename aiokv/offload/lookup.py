@@ -12,10 +12,10 @@ from aiokv.offload.policies import Key
 if TYPE_CHECKING:
     from aiokv.offload.tier import HostTier
 
-__all__ = ["Hit"]
+__all__ = ["Lookup"]
 
 
-class Hit:
+class Lookup:
     """The longest prefix that the tier has; made by ``HostTier.lookup``, and entered once.
 
     While it is entered nothing of it is evicted, however much is stored. Blocks that are being stored count:
@@ -37,7 +37,7 @@ class Hit:
 
     def __repr__(self) -> str:
         state = f"{len(self)} of {len(self.hashes)} blocks" if self.places is not None else "not entered"
-        return f"<Hit: {state}>"
+        return f"<Lookup: {state}>"
 
     def __len__(self) -> int:
         """Blocks of the prefix that are held."""

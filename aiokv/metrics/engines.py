@@ -1,15 +1,7 @@
-"""What engines do, as metrics for Prometheus; needs ``pip install 'aiokv[metrics]'``.
-
-    exporter = aiokv.metrics.Exporter(engine, labels={"rank": "0"})
-    prometheus_client.start_http_server(9000)        # or whatever serves your metrics today
-
-``engine.statistics()`` is read when somebody scrapes, and at no other time: the data path does
-nothing for it, and there is no thread or server of aiokv's. Scrapes may come from any thread.
-"""
+"""What engines do, as metrics for Prometheus."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -27,13 +19,12 @@ from aiokv.engine.engine import TransferEngine
 from aiokv.engine.histogram import BOUNDS, Times
 from aiokv.engine.statistics import Statistics
 from aiokv.errors import ClosedError
+from aiokv.metrics.labels import checked_labels
 
 __all__ = ["Exporter"]
 
 #: Labels that some of the metrics have.
 _OWN = frozenset({"direction", "le", "outcome", "role", "state", "transport"})
-#: What Prometheus takes for one; it keeps those that begin with two underscores for itself.
-_LABEL = re.compile(r"(?!__)[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 
 
 class Exporter(Collector):
@@ -62,7 +53,7 @@ class Exporter(Collector):
             raise TypeError(f"registry is a CollectorRegistry of prometheus_client's, not {registry!r}")
         self._engines: dict[tuple[str, ...], TransferEngine] = {}
         self._closed = False
-        self._names = tuple(_checked_labels(labels))
+        self._names = tuple(checked_labels(labels))
         if taken := sorted(_OWN.intersection(self._names)):
             raise ValueError(f"labels {taken} are the metrics' own; take other names")
         self.add(engine, labels)
@@ -91,7 +82,7 @@ class Exporter(Collector):
             raise ClosedError("the exporter is closed")
         if not isinstance(engine, TransferEngine):
             raise TypeError(f"engine is a TransferEngine, not {engine!r}")
-        given = _checked_labels(labels)
+        given = checked_labels(labels)
         if any(engine is shown for shown in self._engines.values()):
             raise ValueError(f"{engine!r} is shown already; twice, it would count twice in every sum")
         if set(given) != set(self._names):
@@ -133,22 +124,6 @@ class Exporter(Collector):
                 continue
             _fill(families, found, labels)
         return families.made
-
-
-def _checked_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
-    """Labels that can be shown: with one that can't, no scrape of the registry would work any more."""
-    if labels is not None and not isinstance(labels, Mapping):
-        raise TypeError(f"labels is a mapping of names to values, not {labels!r}")
-    found = dict(labels or {})
-    for name, value in found.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise TypeError(f"labels has names and values that are strings, not {name!r}: {value!r}")
-        if not _LABEL.fullmatch(name):
-            raise ValueError(
-                f"labels has the name {name!r}: names are letters, digits and _, and begin with none of "
-                "the digits and not with __"
-            )
-    return found
 
 
 class _Families:
