@@ -40,11 +40,23 @@ class Failed(Exception):
         fault: What the client is told unless it is tried elsewhere.
         member: Whose fault it was.
         again: Whether it may go better elsewhere.
+        certain: It is certain that it was the member's fault, and not that of the other one.
+        reached: The member was given the request.
     """
 
-    def __init__(self, kind: str, fault: Fault, member: Member | None = None, *, again: bool = True) -> None:
+    def __init__(
+        self,
+        kind: str,
+        fault: Fault,
+        member: Member | None = None,
+        *,
+        again: bool = True,
+        certain: bool = False,
+        reached: bool = True,
+    ) -> None:
         super().__init__(fault.message)
         self.kind, self.fault, self.member, self.again = kind, fault, member, again
+        self.certain, self.reached = certain, reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +146,7 @@ class Attempt:
         """An instance is no more."""
         if member is self.decode or (member is self.prefill and not self._begun):
             fault = Fault(502, f"the {member.role} instance is gone: {why}", "instance_lost")
-            self._interrupt(Failed("instance_lost", fault, member))
+            self._interrupt(Failed("instance_lost", fault, member, certain=True))
 
     def _interrupt(self, cause: Failed) -> None:
         if not self._over and self._cause is None:
@@ -272,7 +284,8 @@ class Attempt:
         self._wire.discovery.suspect(member)
         _log.info("router: %s instance %s: %s", member.role, member.http, error)
         fault = Fault(502, f"the {member.role} instance can't be reached or broke off", "instance_lost")
-        return Failed("instance_lost", fault, member)
+        reached = not isinstance(error, aiohttp.ClientConnectorError)
+        return Failed("instance_lost", fault, member, certain=True, reached=reached)
 
     @staticmethod
     def _refused(status: int, body: bytes, member: Member) -> Failed:

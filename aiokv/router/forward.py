@@ -29,7 +29,8 @@ _PASSED_ON = ("traceparent", "tracestate")
 _TIMEOUT, _REQUEST_ID = "X-Request-Timeout", "X-Request-Id"
 #: Seconds that the last words to a client may take.
 _LAST_WORDS = 1.0
-_ATTEMPTS = 2
+#: Attempts that instances were given, and with those that nobody could be reached for.
+_ATTEMPTS, _MOST_ATTEMPTS = 2, 4
 #: What a client that went away is counted as.
 _GONE = 499
 
@@ -146,7 +147,8 @@ class Forwarder:
 
     async def _tried(self, request: web.Request, job: Job, began: float) -> tuple[web.StreamResponse, str]:
         failures: list[tuple[Failed, Attempt]] = []
-        for number in range(_ATTEMPTS):
+        reached = 0
+        for number in range(_MOST_ATTEMPTS):
             attempt = Attempt(self._wire, job, number, *self._chosen(job, failures))
             try:
                 return await self._attempted(request, job, attempt, began)
@@ -154,12 +156,13 @@ class Forwarder:
                 self._figures.failure(failed.kind)
                 failures.append((failed, attempt))
                 _log.info("router: %s, attempt %d: %s", job.transfer, number, failed)
-                if not failed.again:
+                reached += failed.reached
+                if not failed.again or reached == _ATTEMPTS:
                     break
         raise failures[-1][0].fault
 
     def _chosen(self, job: Job, failures: list[tuple[Failed, Attempt]]) -> tuple[Member, Member]:
-        """The next pair: without those of the last attempt, or at least without whose fault it was.
+        """The next pair: without whose fault the last attempt was, or without both where that isn't certain.
 
         Raises:
             Fault: There is none.
@@ -167,10 +170,12 @@ class Forwarder:
         model = job.asked.model
         groups: list[Group] = []
         if failures:
+            guilty = {failed.member for failed, _ in failures if failed.member is not None}
             failed, attempt = failures[-1]
-            groups = self._registry.groups(model, {attempt.prefill, attempt.decode})
+            if not failed.certain:
+                groups = self._registry.groups(model, {*guilty, attempt.prefill, attempt.decode})
             if not groups and failed.member is not None:
-                groups = self._registry.groups(model, {failed.member})
+                groups = self._registry.groups(model, guilty)
         if not groups and not failures:
             groups = self._registry.groups(model)
         if not groups:

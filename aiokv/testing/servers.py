@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -37,8 +38,11 @@ class Seen:
     body: dict[str, Any]
     headers: dict[str, str]
     raw: bytes = b""
-    #: The router gave it up, or the connection.
+    #: When it came (ns).
+    came_at: int = field(default_factory=time.monotonic_ns)
+    #: The router gave it up, or the connection; and when (ns), 0 while not.
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled_at: int = 0
 
     @property
     def transfer(self) -> tuple[str, int]:
@@ -140,6 +144,7 @@ class ScriptedServer:
         except AiokvError as error:
             return web.json_response({"error": {"message": str(error)}}, status=503)
         except asyncio.CancelledError:
+            seen.cancelled_at = time.monotonic_ns()
             seen.cancelled.set()
             raise
 
