@@ -76,9 +76,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     UvLoop().close()  # the first one makes a pipe that the process keeps; it is no test's leak
     if config.option.seed is None:
-        config.option.seed = random.SystemRandom().getrandbits(32)
+        told: dict[str, int] = getattr(config, "workerinput", {})  # in one of several processes
+        config.option.seed = told.get("seed", random.SystemRandom().getrandbits(32))
     if config.getoption("--hypothesis-seed") is None:
         config.option.hypothesis_seed = config.option.seed
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tests are divided among processes, which have to agree on their order."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest then puts together what shares a fixture

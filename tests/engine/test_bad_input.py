@@ -224,7 +224,7 @@ async def test_arguments_of_offers(given: dict[str, Any], text: str) -> None:
         ({"parts": 0}, "parts is an integer of at least 1"),
         ({"parts": 1.0}, "parts is an integer, not 1.0"),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
 )
 @pytest.mark.asyncio
 async def test_arguments_of_fetches(given: dict[str, Any], text: str) -> None:

@@ -66,7 +66,7 @@ def test_a_transport_that_is_not_there_is_refused_and_those_that_are_named() -> 
         (["tcp", "shm", "tcp"], ValueError, "transports must name each once, not 'tcp' 2 times"),
         (["tcp", TcpTransport()], ValueError, "transports must name each once, not 'tcp' 2 times"),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
 )
 def test_what_is_no_choice_of_transports_is_refused(wanted: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=f"^{message}"):

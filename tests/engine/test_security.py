@@ -306,7 +306,7 @@ def test_certificates_open_a_port_to_other_hosts_if_they_are_asked_for() -> None
         ({"bind": "tls://127.0.0.1:0", "tls": tls_of("a"), "keys": A}, ValueError, "keys= are for tcp://"),
         ({"bind": f"tcp://127.0.0.1:0#{A.public}"}, ValueError, "keys="),
     ],
-    ids=str,
+    ids=lambda each: each if isinstance(each, str) else type(each).__name__,
 )
 def test_what_does_not_go_together(given: dict[str, Any], kind: type[Exception], text: str) -> None:
     with KVCache.allocate(LAYOUT) as cache, pytest.raises(kind, match=text) as caught:
