@@ -207,19 +207,25 @@ def strided(buffers: Sequence[Buffer], tensors: Tensors, reach: int) -> End:
     Raises:
         DeviceError: There is no such buffer, it can't hold the copy, or tensors are on the host and on a GPU.
     """
-    memory, addresses, on_host = [], [], 0
+    farthest: dict[int, int] = {}  # many of the tensors may be in one buffer
     for number, base in tensors:
+        if base > farthest.get(number, -1):
+            farthest[number] = base
+    found: dict[int, _Memory] = {}
+    for number, base in farthest.items():
         if not 0 <= number < len(buffers):
             raise DeviceError(f"there is no buffer {number}, there are {len(buffers)}")
-        buffer = _usable(buffers[number], base + reach)
-        memory.append(buffer)
-        addresses.append(buffer.address + base)
-        on_host += isinstance(buffer, PinnedBuffer)
-    if on_host not in (0, len(memory)):
-        raise DeviceError(
-            f"{on_host} of {len(memory)} tensors of one copy are on the host, the others aren't"
-        )
-    return End(memory, addresses, packed=False, on_host=on_host > 0)
+        found[number] = _usable(buffers[number], base + reach)
+    on_host = sum(isinstance(buffer, PinnedBuffer) for buffer in found.values())
+    if on_host not in (0, len(found)):
+        raise DeviceError(f"{on_host} of {len(found)} buffers of one copy are on the host, the others aren't")
+    starts = {number: buffer.address for number, buffer in found.items()}
+    return End(
+        [found[number] for number, _ in tensors],
+        [starts[number] + base for number, base in tensors],
+        packed=False,
+        on_host=on_host > 0,
+    )
 
 
 def packed(staging: Buffer, offset: int, tensors: int, nbytes: int) -> End:

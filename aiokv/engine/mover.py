@@ -305,21 +305,22 @@ class Mover:
         movement.in_flight += 1
         movement.flow.in_flight += 1
         self.in_flight += 1
-        try:
-            finished = event.done()
-        except DeviceError as error:
-            self._completed(movement, chunk, counted, error)
-            return
-        if finished:
-            self._completed(movement, chunk, counted, None)
-        else:
-            rate = movement.link.rate
-            self._poller.watch(
-                event,
-                order,
-                lambda error: self._completed(movement, chunk, counted, error),
-                expected_ns=chunk.nbytes // rate if rate else 0,
-            )
+        rate = movement.link.rate
+        if not rate:  # most likely it is over, and then nobody needs to be asked again
+            try:
+                finished = event.done()
+            except DeviceError as error:
+                self._completed(movement, chunk, counted, error)
+                return
+            if finished:
+                self._completed(movement, chunk, counted, None)
+                return
+        self._poller.watch(
+            event,
+            order,
+            lambda error: self._completed(movement, chunk, counted, error),
+            expected_ns=chunk.nbytes // rate if rate else 0,
+        )
 
     def _completed(self, movement: Movement, chunk: Chunk, counted: int, error: AiokvError | None) -> None:
         part = movement.part

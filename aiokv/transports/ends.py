@@ -47,8 +47,8 @@ class LinkEnd:
 
     @property
     def rate(self) -> int:
-        """100: faster than any bus of a host."""
-        return 100
+        """0: a copy on the host is over when it was submitted."""
+        return 0
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` once, in a turn of its own, when the link becomes lost (at once if it is)."""

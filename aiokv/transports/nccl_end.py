@@ -81,6 +81,11 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
         """4: what crosses between GPUs is that much faster than a copy on the host."""
         return 4
 
+    @property
+    def rate(self) -> int:
+        """As of several network cards."""
+        return 100
+
     # -- what each end does by itself
 
     @abc.abstractmethod

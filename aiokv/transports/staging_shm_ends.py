@@ -133,6 +133,11 @@ class ProducerEnd(_End):
         self._gatherer.free(slot)
 
     @property
+    def rate(self) -> int:
+        """As of PCIe."""
+        return 60
+
+    @property
     def writable(self) -> bool:
         """Whether there is a free slot, and nothing that waits for one."""
         return not self.lost and self._gatherer.writable
