@@ -105,6 +105,11 @@ class BlockTable:
         """What is in a place; None if nothing, or what was dropped while in use."""
         return self._keys[place]
 
+    def keys_at(self, places: Sequence[int]) -> list[Key | None]:
+        """The same of several."""
+        keys = self._keys
+        return [keys[place] for place in places]
+
     def ready(self, place: int) -> bool:
         """Whether what is in a place is written, and still what its key names."""
         return self._keys[place] is not None and not self._pending[place]

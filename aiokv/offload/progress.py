@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 from aiokv.offload.copies import Batch
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "Run", "runs_of"]
+
+#: A batch, and which of its blocks; None where blocks are there already.
+Run = tuple[Batch | None, int, int]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -23,23 +26,17 @@ class Progress:
     """
 
     wanted: int
-    runs: list[tuple[Batch | None, int, int]] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     own: list[Batch] = field(default_factory=list)
     stale: bool = False
     #: Whether this caller doesn't wait any more.
     left: bool = False
 
     @classmethod
-    def of(cls, sources: Iterable[tuple[Batch | None, int]], own: Iterable[Batch]) -> Progress:
-        """Made from the batch and the index in it of each block; this caller now waits for them."""
-        found = cls(0, own=list(own))
-        for batch, index in sources:
-            found.wanted += 1
-            last = found.runs[-1] if found.runs else None
-            if last is not None and last[0] is batch and (batch is None or last[2] == index):
-                found.runs[-1] = (batch, last[1], last[2] + 1)
-            else:
-                found.runs.append((batch, index, index + 1))
+    def of(cls, runs: Iterable[Run], own: Iterable[Batch]) -> Progress:
+        """Made from what brings the blocks; this caller now waits for it."""
+        found = cls(0, list(runs), list(own))
+        found.wanted = sum(hi - lo for _, lo, hi in found.runs)
         for batch in found.batches:
             batch.waiters += 1
         return found
@@ -102,3 +99,15 @@ class Progress:
             if not batch.waiters:
                 alone.append(batch)
         return alone
+
+
+def runs_of(sources: Iterable[tuple[Batch | None, int]]) -> list[Run]:
+    """The batch and the index in it of each block, as runs."""
+    runs: list[Run] = []
+    for batch, index in sources:
+        last = runs[-1] if runs else None
+        if last is not None and last[0] is batch and (batch is None or last[2] == index):
+            runs[-1] = (batch, last[1], last[2] + 1)
+        else:
+            runs.append((batch, index, index + 1))
+    return runs

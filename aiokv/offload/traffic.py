@@ -27,7 +27,7 @@ from aiokv.offload.following import Followers
 from aiokv.offload.manager import BlockTable
 from aiokv.offload.policies import Admission, Key, Policy
 from aiokv.offload.pool import Pool
-from aiokv.offload.progress import Progress
+from aiokv.offload.progress import Progress, Run, runs_of
 from aiokv.offload.settings import TierSettings
 from aiokv.offload.statistics import TierCounts, TierStatistics
 from aiokv.proto.plan import GroupBlocks
@@ -130,25 +130,46 @@ class Traffic:
     def load(self, places: Sequence[int], wanted: Wanted) -> Progress:
         """Begin to bring places into blocks, but for those that are on their way there already."""
         # What turned out to be bad since it was found is a miss.
-        good = next((i for i, place in enumerate(places) if self.table.key_at(place) is None), len(places))
-        places = places[:good]
-        sources: list[tuple[Batch | None, int]] = []
+        keys = self.table.keys_at(places)
+        if None in keys:
+            places = places[: keys.index(None)]
+        runs: list[Run] = []
         fresh: list[int] = []
-        firsts = wanted.blocks[0].ids[:: self._ratios[0]].tolist()
-        for index, place in enumerate(places):
-            other = self._loading.get(firsts[index])
-            if other is not None and self._same(other, place, wanted, index):
-                sources.append(other)
-            else:
-                sources.append((None, len(fresh)))
-                fresh.append(index)
+        firsts = wanted.blocks[0].ids[:: self._ratios[0]]
+        if self._loading:
+            self._join(places, wanted, firsts.tolist(), runs, fresh)
+        else:
+            fresh.extend(range(len(places)))
         own: list[Batch] = []
         if fresh:
             batch = self._begin_load(places, wanted, fresh)
             own.append(batch)
-            sources = [(batch, at) if other is None else (other, at) for other, at in sources]
+            if runs:
+                runs = [(batch, lo, hi) if other is None else (other, lo, hi) for other, lo, hi in runs]
+            else:
+                runs.append((batch, 0, len(fresh)))
         self.counts.joined_blocks += len(places) - len(fresh)
-        return self._followed(Progress.of(sources, own))
+        return self._followed(Progress.of(runs, own))
+
+    def _join(
+        self, places: Sequence[int], wanted: Wanted, firsts: Sequence[int], runs: list[Run], fresh: list[int]
+    ) -> None:
+        """Find what is on its way to the same blocks already; the rest is ``fresh``, and None in ``runs``."""
+        index = 0
+        while index < len(places):
+            other = self._loading.get(firsts[index])
+            same = 0 if other is None else self._same(*other, places, wanted, index)
+            if other is not None and same:
+                runs.append((other[0], other[1], other[1] + same))
+                index += same
+                continue
+            at = len(fresh)
+            if runs and runs[-1][0] is None:
+                runs[-1] = (None, runs[-1][1], at + 1)
+            else:
+                runs.append((None, at, at + 1))
+            fresh.append(index)
+            index += 1
 
     def _begin_load(self, places: Sequence[int], wanted: Wanted, fresh: Sequence[int]) -> Batch:
         places = [places[index] for index in fresh]
@@ -170,7 +191,7 @@ class Traffic:
         self.table.pin(places)
         firsts = batch.blocks[0].ids[:: self._ratios[0]].tolist()
         self._loading.update((first, (batch, index)) for index, first in enumerate(firsts))
-        batch.keys = [self.table.key_at(place) for place in places]
+        batch.keys = self.table.keys_at(places)
         for part in batch.parts:
             writer = writers[part.lo]
             if writer is None:
@@ -181,17 +202,22 @@ class Traffic:
                 self.copies.promote(writer[0])
         return batch
 
-    def _same(self, other: tuple[Batch, int], place: int, wanted: Wanted, index: int) -> bool:
-        """Whether another load brings the same to the same blocks."""
-        batch, at = other
-        if batch.stopped or batch.places[at] != place:
-            return False
-        return all(
-            np.array_equal(
-                theirs.ids[at * ratio : (at + 1) * ratio], ours.ids[index * ratio : (index + 1) * ratio]
+    def _same(self, batch: Batch, at: int, places: Sequence[int], wanted: Wanted, index: int) -> int:
+        """How many blocks from ``index`` on another load, from its own ``at`` on, brings to the same ones."""
+        count = min(len(batch.places) - at, len(places) - index)
+        if batch.stopped:
+            return 0
+        if batch.places[at : at + count] == places[index : index + count]:
+            same = np.ones(count, np.bool_)
+        else:
+            same = np.array(batch.places[at : at + count]) == np.array(places[index : index + count])
+        for theirs, ours, ratio in zip(batch.blocks, wanted.blocks, self._ratios, strict=True):
+            equal = (
+                theirs.ids[at * ratio : (at + count) * ratio]
+                == ours.ids[index * ratio : (index + count) * ratio]
             )
-            for theirs, ours, ratio in zip(batch.blocks, wanted.blocks, self._ratios, strict=True)
-        )
+            same &= equal if ratio == 1 else equal.reshape(count, ratio).all(axis=1)
+        return count if same.all() else int(same.argmin())
 
     def store(self, call: Stored, wanted: Wanted) -> Progress:
         """Begin to keep blocks, but for those that are kept, or on their way, already."""
@@ -223,7 +249,7 @@ class Traffic:
                 sources[index] = self._storing[place] = (batch, at)
             for part in batch.parts:
                 self.copies.begin(batch, part)
-        return self._followed(Progress.of(sources, own))
+        return self._followed(Progress.of(runs_of(sources), own))
 
     def _picked(self, blocks: Sequence[GroupBlocks], indices: Sequence[int]) -> tuple[GroupBlocks, ...]:
         if len(indices) * self._ratios[0] == blocks[0].ids.size:
