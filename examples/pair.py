@@ -6,6 +6,7 @@ transfers did; then runs the same prompts in this process alone, and compares to
     python examples/pair.py
     python examples/pair.py --model tiny-random     # needs no weights, and answers nonsense
     python examples/pair.py --device cuda           # on a GPU
+    python examples/pair.py --tp 2                  # two ranks prefill and one decodes, and the reverse
     python examples/pair.py --trace pair.json       # what the transfers did, for https://ui.perfetto.dev
 """
 
@@ -39,6 +40,7 @@ from serving.channel import Message, RequestFailed, request
 from serving.model import Model, load, prepare, usual
 from serving.options import add_model, count, lacking
 from serving.paged import PagedCache, memory
+from serving.parallel import answer, groups
 from serving.report import table, verdicts
 
 LONG = "long"
@@ -237,6 +239,30 @@ async def main(options: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
+async def parallel(options: argparse.Namespace) -> int:
+    """The same with several ranks on one side, each with some of the heads, and then on the other."""
+    if task := asyncio.current_task():
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    console = Console()
+    answers: dict[str, dict[str, list[int]]] = {}
+    async with groups((options.tp, 1), options) as (several, single):
+        model = await asyncio.to_thread(load, options.model, options.device)
+        prompts = requests(model, options.block_size)
+        for prefill, decode in ((several, single), (single, several)):
+            what = f"{len(prefill.listens)} prefill and {len(decode.listens)} decode ranks"
+            tell(console, f"{what}:")
+            answers[what] = {}
+            for name, tokens in prompts.items():
+                found = answers[what][name] = await answer(prefill, decode, tokens, options.limit)
+                tell(console, f"{name:>12} | {model.tokenizer.decode(found)}")
+    tell(console, "Now the same in one process ...")
+    expected = await asyncio.to_thread(alone, model, prompts, options, threading.Event())
+    for what, answered in answers.items():
+        told = "equal: the" if answered == expected else "DIFFERENT: not all"
+        tell(console, f"{told} answers of {what} are those of one process alone")
+    return 0 if all(answered == expected for answered in answers.values()) else 1
+
+
 def parsed(line: list[str] | None = None) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(
@@ -253,7 +279,18 @@ def parsed(line: list[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="write there what the transfers did, for https://ui.perfetto.dev (default: nothing is written)",
     )
-    return parser.parse_args(line)
+    parser.add_argument(
+        "--tp",
+        type=count,
+        default=1,
+        metavar="RANKS",
+        help="split the heads over so many ranks: first those of prefill, then those of decode "
+        "(default: %(default)s)",
+    )
+    options = parser.parse_args(line)
+    if options.tp > 1 and (options.device != "cpu" or options.trace):
+        parser.error("argument --tp: on CPUs only, and without --trace")
+    return options
 
 
 def start(options: argparse.Namespace) -> int:
@@ -265,7 +302,7 @@ def start(options: argparse.Namespace) -> int:
     options.model = options.model or usual(options.device)
     try:
         prepare(options.model)
-        return uvloop.run(main(options))
+        return uvloop.run(parallel(options) if options.tp > 1 else main(options))
     except RequestFailed as error:
         print(f"failed: {error}", file=sys.stderr)
         return 1

@@ -28,6 +28,7 @@ __all__ = [
     "arguments",
     "count",
     "lacking",
+    "loaded",
     "peer",
     "start",
     "tell_parent",
@@ -137,13 +138,20 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def start(main: Main, options: argparse.Namespace) -> int:
+def loaded(options: argparse.Namespace) -> Model:
+    """The model that is asked for."""
+    return load(options.model or usual(options.device), options.device)
+
+
+def start(
+    main: Main, options: argparse.Namespace, model_of: Callable[[argparse.Namespace], Model] = loaded
+) -> int:
     """Load the model, allocate the cache, and run ``main``; gives the exit status."""
     try:
         if why := lacking(options):
             print(f"failed: {why}", file=sys.stderr)
             return 2
-        model = load(options.model or usual(options.device), options.device)
+        model = model_of(options)
         gc.freeze()  # what stays till the end; looking through it then would take a second or two
         # Before there is a loop, since making memory blocks; closed after the engine that uses it.
         with memory(model.layout(options.blocks, options.block_size), model.device) as cache:

@@ -48,7 +48,9 @@ def run(script: str, *arguments: str, typed: str = "", timeout: float = 50) -> s
     return done.stdout
 
 
-SHORT = sorted(path.name for path in EXAMPLES.glob("*.py") if path.stem not in ("prefill", "decode", "pair"))
+SHORT = sorted(
+    path.name for path in EXAMPLES.glob("*.py") if path.stem not in ("prefill", "decode", "pair", "rank")
+)
 
 
 @pytest.mark.parametrize("script", SHORT)
@@ -86,6 +88,15 @@ def test_pair_answers_as_one_process_does(transport: str, tmp_path: Path) -> Non
     assert sorted(each["role"] for each in whole) == ["consumer"] * 4 + ["producer"] * 4
     assert [each["state"] for each in whole if each["role"] == "consumer"] == ["landed"] * 4
     assert len({each["pid"] for each in whole}) == 2
+
+
+@pytest.mark.slow
+@needs_transformers
+@pytest.mark.timeout(200)
+def test_ranks_with_split_heads_answer_as_one_process_does() -> None:
+    output = run("pair.py", "--tp=2", "--model=tiny-random", "--limit=16", timeout=190)
+    for what in ("2 prefill and 1 decode ranks", "1 prefill and 2 decode ranks"):
+        assert f"\nequal: the answers of {what} are those of one process alone\n" in output
 
 
 @pytest.mark.slow

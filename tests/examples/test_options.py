@@ -37,6 +37,9 @@ REFUSED = [
     ("prefill", "--deadline=0", "--deadline: '0' is not a number of seconds above 0"),
     ("prefill", "--deadline=nan", "--deadline: 'nan' is not a number of seconds above 0"),
     ("pair", "--blocks=few", "--blocks: 'few' is not a whole number from 1 on"),
+    ("pair", "--tp=0", "--tp: '0' is not a whole number from 1 on"),
+    ("pair", "--tp=2 --trace=a.json", "--tp: on CPUs only, and without --trace"),
+    ("pair", "--tp=2 --device=cuda", "--tp: on CPUs only, and without --trace"),
     ("pair", "--limit=-1", "--limit: '-1' is not a whole number from 1 on"),
 ]
 
