@@ -289,11 +289,12 @@ class _Read:
 
     __slots__ = ("_end", "_event", "_failure", "_over")
 
-    def __init__(self, end: _ConsumerEnd, event: Event) -> None:
+    def __init__(self, end: _ConsumerEnd, event: Event, failure: DeviceError | None = None) -> None:
         self._end = end
         self._event = event
         self._over = False
-        self._failure: DeviceError | None = None
+        #: Why the bytes will not be in place, or are not.
+        self._failure = failure
 
     def pending(self) -> bool:
         """Whether the copy is in flight; from any thread."""
@@ -313,7 +314,7 @@ class _Read:
                 if not self._event.done():
                     return False
             except DeviceError as error:
-                self._failure = error
+                self._failure = self._failure or error
             self._over = True
             if self._failure is None and (self._end.lost or not self._end.alive()):
                 self._failure = DeviceError("the producer was gone before its memory was read")
@@ -363,8 +364,12 @@ class _ConsumerEnd(LocalEnd):
         """Enqueue the copy on this engine's own device and ``stream``."""
         if self.lost:
             raise self.lost_error()
-        self._device.copy(plan, chunk, self._theirs, dst, stream=stream)
-        read = _Read(self, stream.record())
+        failure: DeviceError | None = None
+        try:
+            self._device.copy(plan, chunk, self._theirs, dst, stream=stream)
+        except DeviceError as error:  # a part of it may have been enqueued, and reads their memory
+            failure = error
+        read = _Read(self, stream.record(), failure)
         self.reading.add(read)
         return read
 

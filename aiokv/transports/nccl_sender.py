@@ -142,7 +142,10 @@ class NcclSender(NcclEnd[_Chunk]):
             try:
                 where = self._where(unit)
             except DeviceError as error:
+                self._ready.popleft()
+                unit.sent.flying += 1
                 self._drop(unit.sent, error)
+                self._fly([unit], 0)  # some of it may have been enqueued, and read its memory
                 continue
             if where is None:
                 break
@@ -153,6 +156,11 @@ class NcclSender(NcclEnd[_Chunk]):
             ranges += where
             said.append(Announced(unit.tag, unit.chunk, tuple(nbytes for _, nbytes in where)))
         if not units:
+            return
+        if self._dying:  # the stream takes no event: nobody will ever know when their gathers are over
+            self._flights.append(units)
+            for unit in units:
+                unit.sent.fail(self.dying_error())
             return
         try:
             self._comm.send(ranges, self._handle)
@@ -184,9 +192,8 @@ class NcclSender(NcclEnd[_Chunk]):
             return [(int(where[0]), chunk.nbytes)]
         if not self._free:
             return None
-        slot = self._free[-1]
+        slot = unit.slot = self._free.pop()
         self._home.device.gather(unit.plan, chunk, unit.src, slot.buffer, slot.offset, stream=self._stream)
-        unit.slot = self._free.pop()
         return [(slot.address, chunk.nbytes)]
 
     def _arrived(self, units: list[_Chunk]) -> None:

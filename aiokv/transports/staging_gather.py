@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from aiokv.device.base import Buffer, Event, Stream
+from aiokv.device.base import Buffer, Stream
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PartId
@@ -88,32 +88,37 @@ class Gatherer:
             piece = self._pieces.popleft()
             if piece.event.failed:
                 continue
-            slot = ring.take()
-            event = self._submitted(ring, piece, slot)
-            if event is None:
-                ring.give(slot)
-            else:
-                ring.watch(event, piece.stream, partial(self._full, piece, slot))
+            self._submit(ring, piece, ring.take())
 
-    def _submitted(self, ring: Ring, piece: Outgoing, slot: int) -> Event | None:
+    def _submit(self, ring: Ring, piece: Outgoing, slot: int) -> None:
+        failure: DeviceError | None = None
         try:
             self._staging.device.gather(
                 piece.plan, piece.chunk, piece.src, ring.memory, ring.offset(slot), stream=piece.stream
             )
-            event = piece.stream.record()
-        except DeviceError as error:
+        except DeviceError as error:  # a part of it may have been enqueued, and write to the slot still
+            failure = error
             piece.event.fail(error)
-            return None
+        try:
+            event = piece.stream.record()
+        except DeviceError as error:  # then nothing runs on the device any more
+            piece.event.fail(error)
+            ring.give(slot)
+            return
         piece.event.add(event)
-        return event
+        ring.watch(event, piece.stream, partial(self._gone, piece, slot, failure))
 
-    def _full(self, piece: Outgoing, slot: int, error: DeviceError | None) -> None:
+    def _gone(
+        self, piece: Outgoing, slot: int, failure: DeviceError | None, error: DeviceError | None
+    ) -> None:
+        """Nothing writes to a slot any more."""
         if self._stopped:
             return
-        if error is None:
+        failure = failure or error
+        if failure is None:
             self._gathered(piece, slot)
         else:
-            piece.event.fail(error)
+            piece.event.fail(failure)
             self.free(slot)
 
     def free(self, slot: int) -> None:

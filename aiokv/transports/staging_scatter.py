@@ -49,16 +49,22 @@ class Scatterer:
         """Copy a chunk from ``slot``; then call ``landed``, and free the slot."""
         self._turn ^= 1
         stream = self._streams[self._turn]
+        failure: DeviceError | None = None
         try:
             self._staging.device.scatter(
                 plan, chunk, self.ring.memory, self.ring.offset(slot), dst, stream=stream
             )
+        except DeviceError as error:  # a part of it may have been enqueued, and is in flight
+            failure = error
+        try:
             event = stream.record()
-        except DeviceError as error:
-            self._broke(f"a chunk can't be copied to the device: {error}")
+        except DeviceError as error:  # then nothing runs on the device any more
+            self._broke(f"a chunk can't be copied to the device: {failure or error}")
             return
         self._flying.setdefault(tag, {})[event] = None
-        self.ring.watch(event, stream, partial(self._scattered, tag, chunk, event, slot, landed))
+        self.ring.watch(event, stream, partial(self._scattered, tag, chunk, event, slot, landed, failure))
+        if failure is not None:
+            self._broke(f"a chunk can't be copied to the device: {failure}")
 
     def _scattered(
         self,
@@ -67,19 +73,20 @@ class Scatterer:
         event: Event,
         slot: int,
         landed: Callable[[Chunk], None],
+        failure: DeviceError | None,
         error: DeviceError | None,
     ) -> None:
         flying = self._flying[tag]
         del flying[event]
         if not flying:
             del self._flying[tag]
-        if error is not None:
-            self._broke(f"a chunk was not copied to the device: {error}")
+        if failure is not None or error is not None:
+            self._broke(f"a chunk was not copied to the device: {failure or error}")
             return
         try:
             landed(chunk)
-        except Exception as failure:  # noqa: BLE001 - one part's mistake stops no other part's bytes
-            context = {"message": f"callback for {chunk} failed: {landed!r}", "exception": failure}
+        except Exception as raised:  # noqa: BLE001 - one part's mistake stops no other part's bytes
+            context = {"message": f"callback for {chunk} failed: {landed!r}", "exception": raised}
             asyncio.get_running_loop().call_exception_handler(context)
         self._freed(slot)
 

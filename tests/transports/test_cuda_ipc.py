@@ -407,3 +407,25 @@ async def test_reads_go_on_the_callers_stream_and_find_hazards(seed: int) -> Non
         kit.device.hazards.clear()
         kit.device.run()
         assert read.done()
+
+
+@pytest.mark.asyncio
+async def test_what_was_enqueued_of_a_copy_that_failed_keeps_the_memory_mapped(seed: int) -> None:
+    async with IpcKit(seed) as kit:
+        path = await (await kit.engine(LAYOUT)).read_from(await kit.engine(LAYOUT))
+        copy = kit.device.copy
+
+        def failing(*arguments, stream) -> None:
+            copy(*arguments, stream=stream)
+            raise DeviceError("made to fail")
+
+        kit.device.copy = failing
+        read, _ = await started(kit, path)
+        path.end.close()
+        assert not read.done()
+        assert not kit.driver.closed
+        kit.device.run()
+        with pytest.raises(DeviceError, match="made to fail"):
+            read.done()
+        await path.consumer.transport.aclose()
+        assert sorted(kit.driver.closed) == sorted(kit.driver.opened)

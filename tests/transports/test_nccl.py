@@ -489,6 +489,38 @@ async def test_nothing_more_is_posted_of_a_chunk_that_failed(seed: int) -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_a_failed_gather_may_still_read_is_in_flight(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        await until(lambda: path.producer_end._credits)
+        part, gather = path.part(kit, 1, tokens=32), kit.device.gather
+        part.expect()
+        released = [False]
+
+        def failing(*arguments, stream) -> None:
+            kit.device.gather = gather
+            stream.wait(type("Held", (), {"done": lambda self: released[0]})())
+            gather(*arguments, stream=stream)
+            raise DeviceError("made to fail")
+
+        free = len(path.producer_end._free)
+        kit.device.gather = failing
+        event = send_all(part, 1 << 20)[0]
+        await until(lambda: kit.device.gather is gather)
+        await asyncio.sleep(0.02)
+        assert not event.done()
+        assert len(path.producer_end._free) < free
+        released[0] = True
+        await until(lambda: not path.producer_end._flights)
+        with pytest.raises(DeviceError) as caught:
+            event.done()
+        assert "made to fail" in str(caught.value.__cause__)
+        assert len(path.producer_end._free) == free and part.arrived == 0
+        path.end.forget(part.id)
+        await arrives(kit, path, 2, tokens=4)
+
+
+@pytest.mark.asyncio
 async def test_a_stream_that_failed_blocks_nobody(seed: int) -> None:
     async with NcclKit(seed) as kit:
         path = await kit.path()

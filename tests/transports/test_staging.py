@@ -515,6 +515,48 @@ async def test_a_device_that_fails_ends_the_link(gpu: Gpu, seed: int) -> None:
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_a_slot_that_a_failed_gather_may_still_write_to_is_nobodys(
+    kind: str, gpu: Gpu, seed: int
+) -> None:
+    async with TWO_SIDED[kind](seed, gpu) as kit:
+        path, part = await joined(kit)
+        part.expect()
+        gatherer, stream = path.producer_end._gatherer, gpu.device.stream()
+        staging, free = gatherer._staging, gatherer.ring.free
+        with gpu.fake.held(stream.handle):
+            gatherer._staging = SimpleNamespace(device=Failing(gpu.device), slot_bytes=staging.slot_bytes)
+            event = send(path, part, part.chunks(1 << 16)[0], stream)
+            gatherer._staging = staging
+            assert gatherer.ring.free == free - 1
+            assert not event.done()  # it reads the cache, too
+        with pytest.raises(DeviceError, match="made to fail"):
+            await done(kit, event, stream)
+        await until(lambda: gatherer.ring.free == free)
+        assert part.arrived == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_a_scatter_that_failed_half_way_is_in_flight_still(kind: str, gpu: Gpu, seed: int) -> None:
+    async with TWO_SIDED[kind](seed, gpu) as kit:
+        path, part = await joined(kit)
+        part.expect()
+        scatterer, ring = path.end._scatterer, path.end._scatterer.ring
+        with gpu.fake.held(*(stream.handle for stream in scatterer._streams)):
+            scatterer._staging = SimpleNamespace(device=Failing(gpu.device))
+            send(path, part, part.chunks(1 << 16)[0], gpu.device.stream())
+            await lost(path.end)
+            writing = path.end.forget(part.id)
+            assert not writing.done()
+            await asyncio.sleep(0.02)
+            assert not ring.memory.closed
+        await done(kit, writing, path.end)
+        await until(lambda: ring.memory.closed)
+        assert part.arrived == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
 async def test_a_callback_that_raises_costs_no_slot(kind: str, gpu: Gpu, seed: int) -> None:
     async with TWO_SIDED[kind](seed, gpu) as kit:
         path, part = await joined(kit)
@@ -552,5 +594,16 @@ async def test_a_device_without_streams_left_is_told_on_connecting(
 
 
 class Failing:
+    """Fails after a part of a copy was enqueued."""
+
+    def __init__(self, device: CudaDevice | None = None) -> None:
+        self._device = device
+
+    def gather(self, *arguments, stream) -> None:
+        self._device.gather(*arguments, stream=stream)
+        raise DeviceError("made to fail")
+
     def scatter(self, *arguments, stream) -> None:
+        if self._device is not None:
+            self._device.scatter(*arguments, stream=stream)
         raise DeviceError("made to fail")
