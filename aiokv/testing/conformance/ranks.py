@@ -149,6 +149,17 @@ async def a_batch_that_one_left_out_is_noticed(ranks: RankGroup) -> None:
         assert "batch number" in str(await _differ(ranks, [Miss()]))
 
 
+async def a_rank_that_enters_twice_is_noticed(ranks: RankGroup) -> None:
+    """One rank is a batch behind: it enters the same one again."""
+    for number in range(2):
+        again = number == 1 and ranks.rank == ranks.size - 1
+        keys = [b"batch %d" % (0 if again else number)]
+        if not number or ranks.size == 1:
+            assert await ranks.agree([Miss()], keys=keys) == [Miss()]
+        else:
+            assert "other keys" in str(await _differ(ranks, [Miss()], keys))
+
+
 async def what_can_not_be_agreed_on_is_told_to_all(ranks: RankGroup) -> None:
     """A rank with bad input enters all the same, or the others would wait for it."""
     bad: list[tuple[list[Outcome], list[bytes] | None, type[Exception]]] = [
@@ -270,6 +281,7 @@ CASES: tuple[Case, ...] = (
     other_keys_are_noticed,
     other_units_are_noticed,
     a_batch_that_one_left_out_is_noticed,
+    a_rank_that_enters_twice_is_noticed,
     what_can_not_be_agreed_on_is_told_to_all,
     late_ranks_are_waited_for,
     an_exception_enters_all_requests_as_failed,
