@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ async def route(line: Line) -> None:
     """A router; answers each command with what its process uses."""
     settings = RouterSettings(concurrency=4096, queue=4096)
     async with Router(http="127.0.0.1:0", control="tcp://127.0.0.1:0", settings=settings) as router:
+        gc.freeze()  # as the program does
         line.say(http=router.http, control=router.control)
         async for _ in line:
             up = [each.role for each in router.registry.members.values() if each.verified]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import signal
 import sys
@@ -55,6 +56,7 @@ async def _run(options: argparse.Namespace) -> int:
         print(f"clients:   {router.http}/v1")
         print(f"instances: {router.control}")
         print(f"page:      {router.page or 'none (--page HOST:PORT)'}", flush=True)
+        gc.freeze()  # what stays till the end; looking through it would hold the loop
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         await stop.wait()
