@@ -48,9 +48,9 @@ def run(script: str, *arguments: str, typed: str = "", timeout: float = 50) -> s
     return done.stdout
 
 
-SHORT = sorted(
-    path.name for path in EXAMPLES.glob("*.py") if path.stem not in ("prefill", "decode", "pair", "rank")
-)
+#: What needs others, a model or arguments.
+NOT_ALONE = ("prefill", "decode", "pair", "rank", "serve", "fleet")
+SHORT = sorted(path.name for path in EXAMPLES.glob("*.py") if path.stem not in NOT_ALONE)
 
 
 @pytest.mark.parametrize("script", SHORT)
