@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
 
@@ -30,7 +30,6 @@ from aiokv.transports.greeting import greet
 from aiokv.transports.handshake import new_token
 from aiokv.transports.listener import Listener
 from aiokv.transports.nccl_calls import Calls, load
-from aiokv.transports.nccl_end import NcclEnd
 from aiokv.transports.nccl_home import Home
 from aiokv.transports.nccl_receiver import NcclReceiver
 from aiokv.transports.nccl_sender import NcclSender
@@ -173,13 +172,8 @@ class NcclTransport:
         return Home(calls, device, CompletionPoller(loop), outgoing, incoming, self._idle_s, current)
 
     def _relieve(self) -> None:
-        """Some link waits for memory: whoever doesn't need his own gives it back."""
-        for end in self._ends:
-            end.relieve()
-
-    @property
-    def _ends(self) -> list[NcclEnd[Any]]:
-        return list(self._home.ends) if self._home is not None else []
+        if self._home is not None:
+            self._home.relieve()
 
     def _admit(self, socks: list[socket.socket], link: bytes) -> None:
         (sock,) = socks
@@ -241,6 +235,8 @@ class NcclTransport:
         home, self._home = self._home, None
         if home is None:
             return
+        if home.turn is not None:
+            home.turn.cancel()
         ends = list(home.ends)
         for end in ends:  # all are marked before any is aborted for long
             end.close()

@@ -67,6 +67,9 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
         #: Slots of this communicator: all of them, and those that no chunk is in.
         self._slots: list[Slot] = []
         self._free: list[Slot] = []
+        #: Since when there is one, by the loop's time, and whether it is to be let go of for others' sake.
+        self._since = 0.0
+        self._yielding = False
         #: What was posted and is not over, oldest first.
         self._flights: deque[list[_Unit]] = deque()
         #: Why the link is over, as soon as it is.
@@ -116,12 +119,34 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
     def relieve(self) -> None:
         """Others lack memory: let go of the communicator if it is not needed."""
 
+    @abc.abstractmethod
+    def _hand_over(self) -> None:
+        """Others lack memory: see that the communicator is let go of, although it is needed."""
+
+    # -- turns
+
+    def holds(self, pool: Pool, since: float) -> int:
+        """Slots of ``pool`` that it has had since then (the loop's time), and was not asked for."""
+        if pool is not self._pool or self._comm is None or self._yielding or self._since > since:
+            return 0
+        return len(self._slots)
+
+    def hand_over(self) -> None:
+        """Its turn is over: others wait for memory. It gets some again in its turn."""
+        self._yielding = True
+        self._hand_over()
+
     # -- the communicator
+
+    def _within(self, seconds: float, too_long: str) -> None:
+        """What comes next on the way to a communicator must not take longer than this."""
+        if self._making_for is not None:
+            self._making_for.cancel()
+        self._making_for = Patience(seconds, partial(self.kill, too_long))
 
     def _make_within(self) -> None:
         """The making of a communicator has begun, and must not take for ever."""
-        too_long = f"no communicator was made within {_MAKE_S:g} s"
-        self._making_for = Patience(_MAKE_S, partial(self.kill, too_long))
+        self._within(_MAKE_S, f"no communicator was made within {_MAKE_S:g} s")
 
     def _make(self, name: bytes, nonce: bytes) -> None:
         home = self._home
@@ -152,7 +177,7 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
         if error is not None:
             self.kill(f"no communicator could be made: {error}")
             return
-        self._comm = future.result()
+        self._comm, self._since = future.result(), self._loop.time()
         self._up()
 
     def _abort(self, comm: Communicator) -> None:
@@ -174,6 +199,7 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
         """The communicator is not needed now, and nothing is in flight on it at either end."""
         comm, self._comm = self._comm, None
         slots, self._slots, self._free = self._slots, [], []
+        self._yielding = False
         if comm is not None:
             self._abort(comm)
         self._pool.give(slots)

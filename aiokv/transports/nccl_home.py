@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from aiokv.transports.nccl_end import NcclEnd
 
 __all__ = ["Home"]
+
+#: How long a communicator is used at least before it gives way to others, in seconds: for less, making it is
+#: not worth while.
+_TURN_S = 0.5
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +45,33 @@ class Home:
     lingering: int = 0
     #: Called when one of them has ended.
     ended: Callable[[], None] = lambda: None
+
+    #: The end of a turn, while somebody waits for memory.
+    turn: asyncio.TimerHandle | None = None
+
+    def relieve(self) -> None:
+        """Somebody waits for memory: who needs none of his gives it back, others when their turn is over."""
+        for end in list(self.ends):
+            end.relieve()
+        self._take_turns()
+
+    def _take_turns(self) -> None:
+        if self.turn is None and (self.outgoing.short or self.incoming.short) and self.ends:
+            self.turn = asyncio.get_running_loop().call_later(_TURN_S, self._over)
+
+    def _over(self) -> None:
+        """A turn is over. Whoever has most slots goes first; one that doesn't give them up delays nobody."""
+        self.turn = None
+        since = asyncio.get_running_loop().time() - _TURN_S
+        for pool in (self.outgoing, self.incoming):
+            wanted = pool.short
+            holders = {end: count for end in self.ends if (count := end.holds(pool, since))}
+            for end in sorted(holders, key=holders.__getitem__, reverse=True):
+                if wanted <= 0:
+                    break
+                wanted -= holders[end]
+                end.hand_over()
+        self._take_turns()
 
     def leave(self, change: int) -> None:
         """So many threads more, or fewer, are at work."""

@@ -10,7 +10,8 @@ they make has the next number, its epoch. One has a life like this::
     producer   CHUNK ...                   posted just now, to be received after all that was announced before
     producer   REST epoch                  nothing is in flight, all credits are back: I have let go of it
 
-``NUDGE`` asks a producer that has nothing to send to let go at once. ``DEAD epoch`` says that one end of a
+``NUDGE`` asks a producer that has nothing to send to let go at once, and ``YIELD epoch`` one that has: others
+wait for memory, and it will get some again when it is its turn. ``DEAD epoch`` says that one end of a
 communicator is broken or given up: the other is to be aborted, too, since it may wait for ever.
 """
 
@@ -36,6 +37,7 @@ __all__ = [
     "Rest",
     "Said",
     "Wake",
+    "Yield",
     "decode",
 ]
 
@@ -88,13 +90,19 @@ class Nudge(NamedTuple):
     """Consumer: let go of the communicator, if it is not needed."""
 
 
+class Yield(NamedTuple):
+    """Consumer: post nothing more through this one, and rest."""
+
+    epoch: int
+
+
 class Dead(NamedTuple):
     """Either: the communicator is given up."""
 
     epoch: int
 
 
-Said = Wake | Make | Announced | Rest | Credit | Nudge | Dead
+Said = Wake | Make | Announced | Rest | Credit | Nudge | Yield | Dead
 
 _NUMBERS: dict[type, tuple[int, struct.Struct]] = {
     Wake: (1, struct.Struct("!I")),
@@ -103,6 +111,7 @@ _NUMBERS: dict[type, tuple[int, struct.Struct]] = {
     Credit: (5, struct.Struct("!IH")),
     Nudge: (6, struct.Struct("!")),
     Dead: (7, struct.Struct("!I")),
+    Yield: (8, struct.Struct("!I")),
 }
 _KINDS = {number: (kind, layout) for kind, (number, layout) in _NUMBERS.items()}
 _CHUNK = 3

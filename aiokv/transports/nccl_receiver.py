@@ -25,7 +25,7 @@ from aiokv.transports.base import PartId
 from aiokv.transports.frames import tag_of
 from aiokv.transports.nccl_end import NcclEnd
 from aiokv.transports.nccl_home import Home
-from aiokv.transports.nccl_line import Announced, Credit, Dead, Make, Nudge, Rest, Said, Wake
+from aiokv.transports.nccl_line import Announced, Credit, Dead, Make, Nudge, Rest, Said, Wake, Yield
 from aiokv.transports.nccl_making import CONSUMER, NONCE
 from aiokv.transports.nccl_staging import Slot
 from aiokv.transports.patience import Patience
@@ -170,7 +170,6 @@ class NcclReceiver(NcclEnd[_Chunk]):
         match said:
             case Wake(epoch) if epoch == self._epoch + 1 and self._comm is None and not self._slots:
                 self._epoch = epoch
-                self._make_within()
                 self._pool.take(self, self._got)
             case Rest(epoch) if epoch == self._epoch and self._credits == len(self._slots) > 0:
                 self._credits = 0
@@ -265,6 +264,7 @@ class NcclReceiver(NcclEnd[_Chunk]):
 
     def _got(self, slots: list[Slot]) -> None:
         self._slots, self._free = slots, slots.copy()
+        self._make_within()
         names, calls = self._home.names, self._home.calls
         if names:
             self._meet(names.pop())
@@ -296,6 +296,9 @@ class NcclReceiver(NcclEnd[_Chunk]):
         """Others lack memory: ask the producer to rest when it can."""
         if self._comm is not None:
             self._line.say(Nudge())
+
+    def _hand_over(self) -> None:
+        self._line.say(Yield(self._epoch))
 
     def _give_up(self) -> None:
         self._inbox.clear()

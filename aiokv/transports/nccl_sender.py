@@ -22,7 +22,18 @@ from aiokv.transports.extents import Extents, addresses
 from aiokv.transports.frames import tag_of
 from aiokv.transports.nccl_end import NcclEnd
 from aiokv.transports.nccl_home import Home
-from aiokv.transports.nccl_line import MOST_RUNS, Announced, Credit, Dead, Make, Nudge, Rest, Said, Wake
+from aiokv.transports.nccl_line import (
+    MOST_RUNS,
+    Announced,
+    Credit,
+    Dead,
+    Make,
+    Nudge,
+    Rest,
+    Said,
+    Wake,
+    Yield,
+)
 from aiokv.transports.nccl_making import PRODUCER
 from aiokv.transports.nccl_sent import Sent
 from aiokv.transports.nccl_staging import Slot
@@ -33,6 +44,8 @@ __all__ = ["NcclSender"]
 #: Runs of this many bytes are sent as they lie; shorter ones are gathered first, since a message for each
 #: takes more than that.
 _LONG_RUN = 8 << 20
+#: How long the consumer may wait for memory, in seconds: as long as a transfer may take by default.
+_MEMORY_S = 30.0
 #: Chunks that wait here before the first credit is there, beside which more may be sent.
 _AHEAD = 2
 
@@ -124,12 +137,13 @@ class NcclSender(NcclEnd[_Chunk]):
 
     def _pump(self) -> None:
         """Commit what can be."""
-        if self._dying or not self._ready:
+        if self._dying or self._yielding or not self._ready:
             return
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
-        if self._comm is None:
+        comm = self._comm
+        if comm is None:
             self._wake()
             return
         units: list[_Chunk] = []
@@ -157,13 +171,15 @@ class NcclSender(NcclEnd[_Chunk]):
             said.append(Announced(unit.tag, unit.chunk, tuple(nbytes for _, nbytes in where)))
         if not units:
             return
-        if self._dying:  # the stream takes no event: nobody will ever know when their gathers are over
+        if (
+            self._comm is not comm
+        ):  # the stream takes no event: nobody will ever know when their gathers are over
             self._flights.append(units)
             for unit in units:
                 unit.sent.fail(self.dying_error())
             return
         try:
-            self._comm.send(ranges, self._handle)
+            comm.send(ranges, self._handle)
         except DeviceError as error:
             self._fly(units, 0)  # some may be under way: their end is waited for all the same
             self.kill(str(error))
@@ -222,7 +238,7 @@ class NcclSender(NcclEnd[_Chunk]):
     def _got(self, slots: list[Slot]) -> None:
         self._slots, self._free = slots, slots.copy()
         self._epoch += 1
-        self._make_within()
+        self._within(_MEMORY_S, f"the consumer had no memory for it within {_MEMORY_S:g} s")
         self._line.say(Wake(self._epoch))
 
     def _up(self) -> None:
@@ -238,12 +254,16 @@ class NcclSender(NcclEnd[_Chunk]):
                     return
                 case Make(epoch, nonce, longest, name) if self._expects(epoch):
                     self._longest = min(self._pool.nbytes, longest)
+                    self._make_within()
                     self._make(name, nonce)
                 case Credit(epoch, count) if epoch == self._epoch:
                     self._credits += count
                     self._granted = max(self._granted, self._credits)
                 case Nudge():
                     self._nudged = True
+                case Yield(epoch) if epoch <= self._epoch:
+                    if epoch == self._epoch and self._slots:
+                        self._yielding = True
                 case Dead():
                     self.kill("the consumer's end is broken, or closed", tell=False)
                 case _:
@@ -262,11 +282,14 @@ class NcclSender(NcclEnd[_Chunk]):
         self._nudged = True
         self._quiet()
 
+    def _hand_over(self) -> None:
+        self._quiet()
+
     def _quiet(self) -> None:
         """If there is nothing to send and all was received, rest; soon, or at once if others lack memory."""
         if not self._idle:
             return
-        if self._nudged or self._pool.short:
+        if self._nudged or self._yielding or self._pool.short:
             self._rest()
         elif self._idle_timer is None:
             self._idle_timer = self._loop.call_later(self._home.idle_s, self._rest)
@@ -274,15 +297,21 @@ class NcclSender(NcclEnd[_Chunk]):
     @property
     def _idle(self) -> bool:
         # Credits come back when the bytes are in place there: until then its receives need us.
-        busy = self._dying or self._ready or self._waiting or self._flights
-        return self._comm is not None and not busy and 0 < self._granted == self._credits
+        if self._comm is None or self._dying or self._flights or not 0 < self._granted == self._credits:
+            return False
+        return self._yielding or not (self._ready or self._waiting)
 
     def _rest(self) -> None:
-        self._idle_timer, self._nudged = None, False
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        self._nudged = False
         if self._idle:
+            self._yielding = False
             self._line.say(Rest(self._epoch))
             self._credits = self._granted = 0
             self._let_go()
+            self._pump()  # what is left of a turn that was cut short waits for the next
 
     def _give_up(self) -> None:
         if self._idle_timer is not None:

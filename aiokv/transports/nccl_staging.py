@@ -33,7 +33,9 @@ class Pool:
     """Slots of one direction, shared by all links of a transport.
 
     A link takes some when its communicator is made, and gives them back with it. The more are taken, the
-    fewer the next one gets; when there are none it waits, the first first.
+    fewer the next one gets; when there are none it waits, the first first. Who has some while others wait is
+    asked for them, see ``Home``: since those who have most are asked first, all soon have about as many, and
+    if there are more links than slots they take turns.
 
     Args:
         buffer: The memory.
@@ -52,9 +54,9 @@ class Pool:
         self._waiting: dict[object, Callable[[list[Slot]], None]] = {}
 
     @property
-    def short(self) -> bool:
-        """Whether somebody waits."""
-        return bool(self._waiting)
+    def short(self) -> int:
+        """How many wait."""
+        return len(self._waiting)
 
     def take(self, owner: object, got: Callable[[list[Slot]], None]) -> None:
         """Call ``got`` with at least one slot, now or when there is one, unless ``owner`` leaves before."""

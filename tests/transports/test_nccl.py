@@ -5,8 +5,9 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from aiokv.proto.layout import CacheLayout
 from aiokv.testing.conformance.transportkit import Part, Path, TransportKit, bytes_of, done
 from aiokv.testing.conformance.transports import CASES, Case
 from aiokv.testing.fakenccl import FakeNccl, StagingMockedDevice
-from aiokv.transports import nccl, nccl_calls, nccl_end, nccl_making, nccl_receiver, nccl_sender
+from aiokv.transports import nccl, nccl_calls, nccl_end, nccl_home, nccl_making, nccl_receiver, nccl_sender
 from aiokv.transports.base import Transport
 from aiokv.transports.nccl import NcclTransport
 from aiokv.transports.nccl_calls import Calls
-from aiokv.transports.nccl_line import Announced, Credit, Nudge, Rest, Wake
+from aiokv.transports.nccl_line import Announced, Credit, Nudge, Rest, Wake, Yield
 from aiokv.transports.nccl_receiver import NcclReceiver
 from aiokv.transports.nccl_sender import NcclSender
 
@@ -429,6 +430,71 @@ async def test_links_share_memory_that_is_not_enough_for_all(seed: int) -> None:
         await arrives(kit, forth, 8, tokens=4)
 
 
+@contextlib.asynccontextmanager
+async def busy(path: Path, part: Part) -> AsyncIterator[None]:
+    """Send one part, over and over, so that there is always something left to send."""
+    stream = path.producer.cache.device.stream()
+    part.expect()
+    chunk = part.chunks(1 << 20)[0]
+    # The same bytes again and again, which nothing but a test may do.
+    path.end._parts.expected[nccl_receiver.tag_of(part.id)]._seen = SimpleNamespace(add=lambda chunk: None)
+
+    async def feed() -> None:
+        while True:
+            while path.producer_end.writable:
+                path.producer_end.send(part.id, part.plan, chunk, path.producer.cache.buffers, stream=stream)
+            await asyncio.sleep(0.001)
+
+    feeding = asyncio.ensure_future(feed())
+    try:
+        yield
+    finally:
+        feeding.cancel()
+        await asyncio.gather(feeding, return_exceptions=True)
+        await until(lambda: not path.producer_end._ready and not path.producer_end._waiting)
+        await until(lambda: not path.producer_end._flights and not path.end._flights)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("short", ["outgoing", "incoming"])
+async def test_who_is_always_busy_gives_way_when_its_turn_is_over(short: str, seed: int, monkeypatch) -> None:
+    monkeypatch.setattr(nccl_home, "_TURN_S", 0.02)
+    async with NcclKit(seed, staging=1) as kit:  # one slot each way
+        one = await kit.engine(PLAIN)
+        others = [await kit.engine(PLAIN) for _ in range(4)]
+        if short == "outgoing":
+            paths = [await other.read_from(one) for other in others]
+        else:
+            paths = [await one.read_from(other) for other in others]
+        async with contextlib.AsyncExitStack() as stack:
+            parts = [path.part(kit, number, tokens=4) for number, path in enumerate(paths)]
+            for path, part in zip(paths, parts, strict=True):
+                await stack.enter_async_context(busy(path, part))
+            for _ in range(3):  # all get on, again and again
+                before = [part.arrived for part in parts]
+                await until(lambda before=before: all(
+                    part.arrived > there for part, there in zip(parts, before, strict=True)
+                ))  # fmt: skip
+        assert one.transport._home.turn is None or not one.transport._home.outgoing.short
+
+
+@pytest.mark.asyncio
+async def test_who_has_most_memory_makes_room_for_more_links(seed: int, monkeypatch) -> None:
+    monkeypatch.setattr(nccl_home, "_TURN_S", 0.02)
+    async with NcclKit(seed) as kit:
+        producer = await kit.engine(PLAIN)
+        slots = len(producer.transport._home.outgoing._free)
+        paths = [await (await kit.engine(PLAIN)).read_from(producer) for _ in range(slots)]
+        async with contextlib.AsyncExitStack() as stack:
+            for number, path in enumerate(paths):
+                part = path.part(kit, 1 + number, tokens=4)
+                await stack.enter_async_context(busy(path, part))
+            # In the end each has one, and nobody has to give way any more.
+            await until(lambda: all(len(path.producer_end._slots) == 1 for path in paths))
+            await until(lambda: all(path.producer_end._granted for path in paths))
+            assert producer.transport._home.turn is None
+
+
 @pytest.mark.asyncio
 async def test_more_is_not_committed_than_the_consumer_has_memory_for(seed: int) -> None:
     async with NcclKit(seed, staging=1) as kit:
@@ -604,7 +670,7 @@ async def test_pieces_longer_than_what_the_consumer_takes_are_refused(seed: int)
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("said", [Wake(1), Wake(3), Rest(7), Credit(1, 1), Nudge()], ids=repr)
+@pytest.mark.parametrize("said", [Wake(1), Wake(3), Rest(7), Credit(1, 1), Nudge(), Yield(1)], ids=repr)
 async def test_a_producer_that_says_what_it_must_not_is_cut_off(said, seed: int) -> None:
     async with NcclKit(seed) as kit:
         path = await kit.path()
@@ -613,7 +679,7 @@ async def test_a_producer_that_says_what_it_must_not_is_cut_off(said, seed: int)
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("said", [Wake(1), Rest(1), Credit(9, 1)], ids=repr)
+@pytest.mark.parametrize("said", [Wake(1), Rest(1), Credit(9, 1), Yield(2)], ids=repr)
 async def test_a_consumer_that_says_what_it_must_not_is_cut_off(said, seed: int) -> None:
     async with NcclKit(seed) as kit:
         path = await kit.path()

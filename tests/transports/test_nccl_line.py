@@ -9,7 +9,19 @@ import socket
 import pytest
 
 from aiokv.proto.plan import Chunk
-from aiokv.transports.nccl_line import Announced, Credit, Dead, Line, Make, Nudge, Rest, Wake, decode, encode
+from aiokv.transports.nccl_line import (
+    Announced,
+    Credit,
+    Dead,
+    Line,
+    Make,
+    Nudge,
+    Rest,
+    Wake,
+    Yield,
+    decode,
+    encode,
+)
 
 GOLDEN = {
     Wake(1): "0100000001",
@@ -23,6 +35,7 @@ GOLDEN = {
     Rest(5): "0400000005",
     Credit(6, 8): "05000000060008",
     Nudge(): "06",
+    Yield(9): "0800000009",
     Dead(7): "0700000007",
 }  # fmt: skip
 
@@ -48,7 +61,7 @@ def test_in_pieces_of_any_size(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"\0", b"\x08", b"\x03" + bytes(52) + b"\0", b"\x03" + bytes(52) + b"\x21", b"\xff" * 9]
+    "data", [b"\0", b"\x09", b"\x03" + bytes(52) + b"\0", b"\x03" + bytes(52) + b"\x21", b"\xff" * 9]
 )
 def test_what_neither_end_says(data: bytes) -> None:
     with pytest.raises(ValueError):
