@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [load(name, given.device) for name in wanted]
     # A file or a pipe has no width; there the tables take what they need.
     console = Console() if sys.stdout.isatty() else Console(width=_WIDE)
-    options = Options(quick=given.quick, peers=given.peers, profiles=given.profile or "")
+    options = Options(
+        quick=given.quick, peers=given.peers, profiles=given.profile or "", trace=given.trace or ""
+    )
     report = Report(describe())
     failed = []
     for benchmark in chosen:
@@ -101,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write machine, rows and ratios")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw what was measured")
     parser.add_argument("--peers", action="store_true", help="transfer: NIXL, UCXX and Mooncake, too")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="offload: replay these requests (JSON lines with hash_ids)"
+    )
     parser.add_argument(
         "--profile", metavar="FOLDER", help="scale, gil, transfer --device cuda: write profiles there"
     )

@@ -41,6 +41,8 @@ class Options:
     peers: bool = False
     #: Folder for profiles; empty for none.
     profiles: str = ""
+    #: File with a trace of requests to replay; empty for one that is made from a seed.
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)

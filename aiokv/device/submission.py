@@ -167,6 +167,7 @@ class Submissions:
         self._in_flight = {True: 0, False: 0}
         self._made = 0
         self._turn: asyncio.Handle | None = None
+        self._submitting = False
 
     def __len__(self) -> int:
         """Copies of which something is still to be submitted."""
@@ -193,7 +194,9 @@ class Submissions:
         after: Event | None = None,
         then: Callable[[Submission], None] | None = None,
     ) -> Submission:
-        """Have chunks submitted, from the next turn of the loop on.
+        """Have chunks submitted: from the next turn of the loop on; on a GPU, what is urgent at once.
+
+        ``then`` may be called before this returns.
 
         Args:
             plan: The plan.
@@ -209,7 +212,12 @@ class Submissions:
         made = Submission(plan, iter(chunks), src, dst, stream, urgent=urgent, after=after, then=then)
         self._made += 1
         heappush(self._queues[urgent], (-priority, self._made, made))
-        self._schedule()
+        if urgent and self._device.kind != "host" and self._turn is None and not self._submitting:
+            # Others that run in this turn, perhaps for the same bytes, go on beside the copies. The host
+            # would copy first.
+            self._submit()
+        else:
+            self._schedule()
         return made
 
     def promote(self, submission: Submission) -> None:
@@ -236,7 +244,7 @@ class Submissions:
                 heappop(queue)[2].close()
 
     def _schedule(self) -> None:
-        if self._turn is None and self._first() is not None:
+        if self._turn is None and not self._submitting and self._first() is not None:
             self._turn = self._loop.call_soon(self._submit)
 
     def _first(self) -> Submission | None:
@@ -250,13 +258,17 @@ class Submissions:
 
     def _submit(self) -> None:
         self._turn = None
-        until = self._clock() + int(self._device.budget_s * 1e9)
-        while (submission := self._first()) is not None:
-            made = submission.step(self._device)
-            if made is not None:
-                self._count(submission, *made)
-            if self._clock() >= until:
-                break
+        self._submitting = True
+        try:
+            until = self._clock() + int(self._device.budget_s * 1e9)
+            while (submission := self._first()) is not None:
+                made = submission.step(self._device)
+                if made is not None:
+                    self._count(submission, *made)
+                if self._clock() >= until:
+                    break
+        finally:
+            self._submitting = False
         self._schedule()
 
     def _count(self, submission: Submission, event: Event, nbytes: int) -> None:

@@ -148,7 +148,7 @@ class Copies:
         self._poller = poller
         self._submissions = submissions
         self._part_bytes = part_bytes
-        gpu = cache.device.kind == "cuda"
+        gpu = cache.device.kind not in ("host", "mocked")
         self._chunk_bytes = chunk_bytes * (_GPU_CHUNKS if gpu else 1)
         self._rate = _RATE if gpu else 0
         self._clock = clock

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from aiokv.offload.places import FreePlaces, ascending
 from aiokv.offload.policies import Admission, Key, Lru, Policy
 
 __all__ = ["BlockTable", "Offered"]
+
+#: From so many places on numpy is faster.
+_MANY = 32
 
 
 @dataclass(slots=True)
@@ -67,7 +71,7 @@ class BlockTable:
         self._free = FreePlaces()
         #: All of these by place. The key is None where nothing is, or where it was dropped while in use.
         self._keys: list[Key | None] = []
-        self._pins: list[int] = []
+        self._pins = array("i")
         self._pending = bytearray()
         #: How many blocks continue each one.
         self._followers = array("i")
@@ -118,7 +122,7 @@ class BlockTable:
         """So many places more."""
         first = len(self._keys)
         self._keys.extend([None] * count)
-        self._pins.extend([0] * count)
+        self._pins.frombytes(bytes(count * self._pins.itemsize))
         self._pending.extend(bytes(count))
         self._followers.extend([0] * count)
         self._parents.extend([-1] * count)
@@ -134,13 +138,10 @@ class BlockTable:
         """
         if len(set(keys)) != len(keys):
             raise ValueError("a hash stands twice in one lookup")
-        found: list[int] = []
-        get = self._places.get
-        for key in keys:
-            place = get(key, -1)
-            if place < 0:
-                break
-            found.append(place)
+        places = list(map(self._places.get, keys))
+        if None in places:
+            del places[places.index(None) :]
+        found = cast("list[int]", places)
         self.pin(found)
         if found:
             self._tell(lambda policy: policy.used(found, hit=True))
@@ -148,13 +149,19 @@ class BlockTable:
 
     def pin(self, places: Sequence[int]) -> None:
         """Use blocks that are in use already, or found just now."""
-        pins, fresh = self._pins, 0
+        pins = self._pins
+        if len(places) > _MANY:
+            where = np.array(places, dtype=np.int64)
+            counts = np.frombuffer(pins, np.int32)
+            there = counts[where]
+            counts[where] = there + 1
+            self.in_use += len(places) - int(np.count_nonzero(there))
+            return
         for place in places:
             count = pins[place]
             if not count:
-                fresh += 1
+                self.in_use += 1
             pins[place] = count + 1
-        self.in_use += fresh
 
     def release(self, places: Sequence[int]) -> None:
         """Use blocks no longer.
@@ -162,24 +169,40 @@ class BlockTable:
         Raises:
             LocalProtocolError: One isn't in use.
         """
-        pins, followers, keys = self._pins, self._followers, self._keys
+        followers, keys = self._followers, self._keys
         idle: list[int] = []
         gone: list[int] = []
+        unused = self._unpinned(places)
+        self.in_use -= len(unused)
+        for place in unused:
+            if keys[place] is None:
+                gone.append(place)
+            elif not followers[place]:
+                idle.append(place)
+        if gone:
+            self._free.give(gone)
+        if idle:
+            self._tell(lambda policy: policy.idle(idle))
+
+    def _unpinned(self, places: Sequence[int]) -> list[int]:
+        """Count down; those that nobody uses any more."""
+        pins = self._pins
+        if len(places) > _MANY:
+            where = np.array(places, dtype=np.int64)
+            counts = np.frombuffer(pins, np.int32)
+            left = counts[where] - 1
+            if left.min() >= 0:
+                counts[where] = left
+                return [] if left.all() else where[left == 0].tolist()
+        unused = []
         for place in places:
             count = pins[place] - 1
             if count < 0:
                 raise LocalProtocolError(f"place {place} of the host tier was released more often than used")
             pins[place] = count
             if not count:
-                self.in_use -= 1
-                if keys[place] is None:
-                    gone.append(place)
-                elif not followers[place]:
-                    idle.append(place)
-        if gone:
-            self._free.give(gone)
-        if idle:
-            self._tell(lambda policy: policy.idle(idle))
+                unused.append(place)
+        return unused
 
     # -- storing
 
@@ -205,7 +228,7 @@ class BlockTable:
         lacking = [index for index, place in enumerate(places) if place < 0] if there else range(len(keys))
         found = Offered()
         wanted = self._admitted(keys if not there else [keys[index] for index in lacking])
-        held = [*there, before] if before >= 0 else there
+        held = [*there, before] if before >= 0 and before not in there else there
         self.pin(held)
         try:
             if there:
@@ -263,7 +286,7 @@ class BlockTable:
         for first, length in ascending(places):
             behind = first + length
             self._keys[first:behind] = keys[at : at + length]
-            self._pins[first:behind] = [1] * length
+            self._pins[first:behind] = array("i", [1]) * length
             self._pending[first:behind] = b"\1" * length
             at += length
         self.pending += len(places)

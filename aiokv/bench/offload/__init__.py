@@ -1,0 +1,1 @@
+"""What the benchmark of the host tier is made of."""
