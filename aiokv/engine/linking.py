@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from aiokv.errors import AiokvError, PeerLostError, Refused
 from aiokv.transports.base import Link, PeerInfo, Transport
@@ -20,7 +21,8 @@ async def open_link(
         transports: The transports that may be used here, best first.
         offered: What the producer said of its transports, by name.
         peer: The producer.
-        within: Seconds that each attempt may take.
+        within: Seconds that each attempt may take; once the producer has answered, as many as the transport
+            asks for.
 
     Returns:
         The transport, and the link, which the caller closes.
@@ -37,8 +39,8 @@ async def open_link(
         tried = True
         try:
             return transport, await _connect(transport, offered[transport.name], peer, within)
-        except TimeoutError:
-            faults.append(f"{transport.name}: no answer within {within:g} s")
+        except TimeoutError as error:
+            faults.append(f"{transport.name}: {error}")
         except (AiokvError, OSError) as error:
             faults.append(f"{transport.name}: {error}")
     unknown = sorted(set(offered) - {transport.name for transport in transports})
@@ -51,13 +53,19 @@ async def open_link(
 async def _connect(transport: Transport, description: bytes, peer: PeerInfo, within: float) -> Link:
     """Connect in time. Time in which this side stood still is not held against the producer."""
     while True:
-        still = _Standstill(within / 8)
+        still, too_long = _Standstill(within / 8), f"no answer within {within:g} s"
         try:
-            async with asyncio.timeout(within):
-                return await transport.connect(description, peer)
-        except TimeoutError:
+            async with asyncio.timeout(within) as limit:
+
+                def answered(seconds: float, limit: asyncio.Timeout = limit) -> None:
+                    nonlocal too_long
+                    limit.reschedule(asyncio.get_running_loop().time() + seconds)
+                    too_long = f"it answered, but there was no path within {seconds:g} s"
+
+                return await transport.connect(description, replace(peer, answered=answered))
+        except TimeoutError as error:
             if not still.seen:
-                raise
+                raise TimeoutError(too_long) from error
         finally:
             still.close()
 

@@ -15,7 +15,7 @@ blocks the loop and nothing here creates a task; bring-up (``start``, ``connect`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from aiokv.device.base import Buffer, Event, Stream
@@ -41,6 +41,9 @@ class PeerInfo:
     incarnation: bytes
     #: The producer's placement, already checked against its layout.
     placement: Placement
+    #: For ``connect`` to call once the producer has proved itself there, if what is left to do takes long:
+    #: with the seconds that it may take from then on. Until then only as long is waited as for first contact.
+    answered: Callable[[float], object] = field(default=lambda seconds: None, compare=False, repr=False)
 
 
 class Link(Protocol):
@@ -158,7 +161,7 @@ class Transport(Protocol):
         """At the consumer: open and prove a path to the producer that sent ``description``.
 
         The path is proven by reading a nonce through it. The caller bounds the time by
-        cancelling; a cancelled or failed connect leaves nothing behind.
+        cancelling, see also ``PeerInfo.answered``; a cancelled or failed connect leaves nothing behind.
 
         Raises:
             PeerLostError: The producer can't be reached this way; the message says why.

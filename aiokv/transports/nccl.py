@@ -49,6 +49,9 @@ _MAX_LINKS = 4096
 #: 0.2 ms of both ends' time; between hosts, messages of 4 MiB reach two thirds of what these reach.
 _SLOT = 16 << 20
 _SLOTS = 8
+#: How long the first communicator may take once the producer has answered, in seconds: half of what a transfer
+#: may take by default, so that the next transport still has its chance.
+_PROOF_S = 15.0
 #: How long closing waits for aborted communicators, in seconds; what takes longer is left to its thread.
 _CLOSE_S = 5.0
 
@@ -210,6 +213,7 @@ class NcclTransport:
             try:
                 welcome = await greet(sock, there.token)
                 self._opened()
+                peer.answered(_PROOF_S)
                 end = NcclReceiver(welcome.link, sock, home)
             except BaseException:
                 sock.close()

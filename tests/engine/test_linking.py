@@ -24,10 +24,12 @@ class Scripted:
     def __init__(self, name: str, connect: Callable[[], Any] = lambda: None) -> None:
         self.name = name
         self.tried: list[bytes] = []
+        self.peer = PEER
         self._connect = connect
 
     async def connect(self, description: bytes, peer: PeerInfo) -> str:
-        assert peer is PEER
+        assert peer == PEER
+        self.peer = peer
         self.tried.append(description)
         result = self._connect()
         if asyncio.iscoroutine(result):
@@ -96,6 +98,23 @@ async def test_one_that_does_not_answer_costs_its_time_and_no_more() -> None:
     with pytest.raises(PeerLostError, match="one: no answer within 2 s"):
         await opened(silent, offered="one", within=2.0)
     assert len(silent.tried) == 2
+
+
+@virtual_time
+async def test_one_that_answered_may_take_longer_but_not_for_ever() -> None:
+    loop = asyncio.get_running_loop()
+
+    async def slow() -> None:
+        await asyncio.sleep(1)
+        transport.peer.answered(10.0)
+        await asyncio.sleep(lasts)
+
+    transport, lasts = Scripted("one", slow), 9
+    assert await opened(transport, within=2.0) == ("one", "link by one")
+    lasts, began = 1000, loop.time()
+    with pytest.raises(PeerLostError, match="one: it answered, but there was no path within 10 s"):
+        await opened(transport, offered="one", within=2.0)
+    assert loop.time() - began == pytest.approx(11.0)
 
 
 @virtual_time

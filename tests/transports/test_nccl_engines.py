@@ -21,13 +21,13 @@ PATIENT = Settings(contact_ns=30 * SECOND, liveness_ns=30 * SECOND)
 
 
 @asynccontextmanager
-async def engines(seed: int, count: int, **options) -> AsyncIterator[tuple]:
+async def engines(seed: int, count: int, *, settings: Settings = PATIENT, **options) -> AsyncIterator[tuple]:
     """Engines, and the NCCL that they have in common."""
     device = StagingMockedDevice(seed)
     fake = FakeNccl(device, **options)
     steps = device.autostep(asyncio.get_running_loop(), random.Random(seed), 1e-6)
     try:
-        async with Engines(settings=PATIENT) as made:
+        async with Engines(settings=settings) as made:
             yield (
                 fake,
                 *[
@@ -56,6 +56,23 @@ async def in_flight(engine) -> None:
         link = engine._core.peers.peer_of(engine._core.peers.sessions[0]).link
         while not link._flights:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0.005)
+
+
+@pytest.mark.asyncio
+async def test_a_first_communicator_may_take_longer_than_first_contact(seed: int) -> None:
+    """Both ends' machines look at their networks before they meet."""
+    hasty = Settings(contact_ns=SECOND // 2, liveness_ns=30 * SECOND)
+    async with engines(seed, 2, settings=hasty) as (fake, a, b):
+        fake.hang_in_init = True
+        moving = asyncio.ensure_future(transfer(a, b, "t"))
+        async with asyncio.timeout(20):
+            while not a._transports[0]._accepted:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.005)
+        await asyncio.sleep(1)
+        assert not moving.done()
+        fake.hang_in_init = False
+        await moving
+        check_idle(a, b)
 
 
 @pytest.mark.asyncio
