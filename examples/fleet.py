@@ -193,7 +193,9 @@ async def main(options: argparse.Namespace) -> int:
     serve = str(Path(__file__).with_name("serve.py"))
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(
-            program("-m", "aiokv", "router", "--http=127.0.0.1:0", "--control=tcp://127.0.0.1:0")
+            program(
+                "-m", "aiokv", "router", "--http=127.0.0.1:0", "--control=tcp://127.0.0.1:0", "--with-parent"
+            )
         )
         url = (await line_with(router, "clients:")).removesuffix("/v1")
         control = await line_with(router, "instances:")

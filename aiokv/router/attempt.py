@@ -103,6 +103,7 @@ class Attempt:
         self._cause: Failed | None = None
         self._scope = asyncio.timeout(None)
         self._begun = False  # its first token is here
+        self._prefilled = False  # the prefill is over, and well
         self._over = False
         self._patient_until = 0.0
         self._response: aiohttp.ClientResponse | None = None  # the decode's, once it answers
@@ -144,7 +145,8 @@ class Attempt:
 
     def lost(self, member: Member, why: str) -> None:
         """An instance is no more."""
-        if member is self.decode or (member is self.prefill and not self._begun):
+        needed = member is self.decode or (member is self.prefill and not self._begun and not self._prefilled)
+        if needed:
             fault = Fault(502, f"the {member.role} instance is gone: {why}", "instance_lost")
             self._interrupt(Failed("instance_lost", fault, member, certain=True))
 
@@ -159,8 +161,7 @@ class Attempt:
             return Failed("deadline", Fault(504, "the request's deadline is over", "deadline"), again=False)
         if not self._begun:
             fault = Fault(504, f"no token within {self._settings.first_token:g} s", "first_token")
-            prefilling = self._prefilling is not None and not self._prefilling.done()
-            return Failed("first_token", fault, self.prefill if prefilling else self.decode)
+            return Failed("first_token", fault, self.decode if self._prefilled else self.prefill)
         fault = Fault(504, f"nothing moved for {self._settings.between_tokens:g} s", "stalled")
         return Failed("stalled", fault, again=False)
 
@@ -185,6 +186,9 @@ class Attempt:
                 answer = await self._whole(response, self.prefill)
                 if response.status != 200:
                     raise self._refused(response.status, answer, self.prefill)
+            self._prefilled = True
+            if not self._job.asked.stream and not self._over:
+                self._wait_until(self._job.deadline)  # nobody sees its first token
         except Failed as failed:
             if not self._begun:
                 self._interrupt(failed)

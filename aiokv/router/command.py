@@ -8,7 +8,8 @@ import gc
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,11 +60,27 @@ async def _run(options: argparse.Namespace) -> int:
         gc.freeze()  # what stays till the end; looking through it would hold the loop
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        await stop.wait()
+        async with _parent(stop) if options.with_parent else nullcontext():
+            await stop.wait()
         for number in (signal.SIGTERM, signal.SIGINT):  # a second one doesn't wait
             loop.remove_signal_handler(number)
         await router.drain(options.grace)
     return 0
+
+
+@asynccontextmanager
+async def _parent(gone: asyncio.Event) -> AsyncIterator[None]:
+    """Set ``gone`` when standard input is closed, as it is when whoever started this ends."""
+    pipe = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(pipe), sys.stdin)
+    watch = loop.create_task(pipe.read())
+    watch.add_done_callback(lambda _: gone.set())
+    try:
+        yield
+    finally:
+        watch.cancel()
+        transport.close()
 
 
 def _made(options: argparse.Namespace) -> Router:
@@ -124,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--api-keys", type=Path, metavar="FILE", help="keys of which clients show one, one a line")
     option("--insecure", action="store_true", help="let other hosts reach what has no keys")
     option("--grace", type=float, default=30.0, help="seconds to finish after SIGTERM (default: %(default)g)")
+    option("--with-parent", action="store_true", help="end when standard input is closed")
     option("--verbose", action="store_true", help="log more")
     bounds = parser.add_argument_group("bounds and times (seconds, bytes)")
     for each in fields(RouterSettings):

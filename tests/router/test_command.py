@@ -41,6 +41,7 @@ async def process(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
         sys.executable,
         *arguments,
         env={**os.environ, "PYTHONPATH": root},
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
@@ -136,6 +137,15 @@ async def test_sigterm_ends_it_well() -> None:
         async with client.get(url + "/readyz") as response:
             assert response.status == 503
         started.send_signal(signal.SIGTERM)
+        assert await started.wait() == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+async def test_it_ends_with_its_parent() -> None:
+    async with router("--with-parent") as (started, _, _):
+        assert started.stdin is not None
+        started.stdin.close()
         assert await started.wait() == 0
 
 

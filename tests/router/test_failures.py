@@ -69,6 +69,25 @@ async def test_the_second_attempt_answers(mode: Mode) -> None:
 
 
 @pytest.mark.asyncio
+async def test_an_answer_that_is_no_stream_may_take_longer_than_a_first_token() -> None:
+    async with routed(settings={"first_token": 0.2}, pace=0.15) as site:
+        assert (await site.post())[0] == 200
+        assert len(site.decodes[0].seen) == 1
+
+
+@pytest.mark.asyncio
+async def test_a_prefill_that_is_over_is_not_needed_any_more() -> None:
+    async with routed(1, 1, pace=0.2) as site:
+        asked = asyncio.ensure_future(site.post())
+        await came(*site.servers)
+        await site.prefills[0].instance.wait_idle()
+        await asyncio.sleep(0.05)
+        member = site.router.registry.groups("scripted")[0].prefills[0]
+        site.router._wire.gone(member, "it said goodbye")
+        assert (await asked)[0] == 200
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("mode", ["fail", "busy", "error", "nonsense"])
 async def test_a_decode_that_fails_before_its_first_token_is_tried_elsewhere(two: Routed, mode: Mode) -> None:
     two.decodes[0].mode = mode
