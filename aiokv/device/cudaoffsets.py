@@ -118,6 +118,8 @@ class OffsetStore:
     def upload(self, section: Section, stream: CudaStream) -> Uploaded | None:
         """The offsets of a section, ordered before what is enqueued on ``stream`` from now on.
 
+        This GPU is the thread's current one.
+
         Returns:
             None if there is no room for them now.
         """
@@ -148,7 +150,8 @@ class OffsetStore:
         self._there.close()
         if here:
             self._words = self._words[:0]
-            with contextlib.suppress(*self._context.cuda.errors):  # the device may be lost
+            # The device may be lost.
+            with contextlib.suppress(*self._context.cuda.errors), self._context.current():
                 self._context.cuda.runtime.freeHost(here)
 
     def _place(self, section: Section) -> Uploaded | None:

@@ -134,11 +134,15 @@ class CudaContext:
         """Destroy what is in the pools, and from now on what comes back to them."""
         self._closed = True
         runtime = self.cuda.runtime
-        for pool, destroy in ((self._events, runtime.eventDestroy), (self._streams, runtime.streamDestroy)):
-            while pool:
-                # Another thread may have taken the last; the device may be lost.
-                with contextlib.suppress(IndexError, *self.cuda.errors):
-                    destroy(pool.popleft())
+        with contextlib.suppress(*self.cuda.errors), self.current():  # the device may be lost
+            for pool, destroy in (
+                (self._events, runtime.eventDestroy),
+                (self._streams, runtime.streamDestroy),
+            ):
+                while pool:
+                    # Another thread may have taken the last.
+                    with contextlib.suppress(IndexError, *self.cuda.errors):
+                        destroy(pool.popleft())
 
     def _make_event(self) -> int:
         try:
@@ -152,6 +156,10 @@ class CudaContext:
 
 class Current:
     """Makes a GPU's context the calling thread's own, and puts back what was there.
+
+    Whatever allocates, enqueues or records is within it, also where CUDA would take it from any thread:
+    in one that has no context, the runtime makes one on the first GPU first. Queries are not, which are
+    made most often, and by threads that enqueued something.
 
     By the context and not by ``cudaSetDevice``, which would make a context on the device that it goes
     back to, where there was none: some hundred megabytes of that GPU's memory.
@@ -297,11 +305,8 @@ class CudaStream:
         context.check()
         event = CudaEvent(context, context.event())
         try:
-            if self.ptr > _PER_THREAD:
+            with context.current():
                 context.cuda.runtime.eventRecord(event.handle, self.ptr)
-            else:
-                with context.current():
-                    context.cuda.runtime.eventRecord(event.handle, self.ptr)
         except context.cuda.errors as error:
             raise context.failed(error, f"an event can't be recorded on {self!r}") from error
         return event
@@ -332,11 +337,8 @@ class CudaStream:
         context = self._context
         context.check()
         try:
-            if self.ptr > _PER_THREAD:
+            with context.current():
                 context.cuda.runtime.streamWaitEvent(self.ptr, event.handle)
-            else:
-                with context.current():
-                    context.cuda.runtime.streamWaitEvent(self.ptr, event.handle)
         except context.cuda.errors as error:
             raise context.failed(error, f"{self!r} can't wait for an event") from error
 

@@ -2,7 +2,9 @@
 
 Streams are queues that are worked off as soon as nothing holds them, in the calling thread. Memory
 of the "GPU" is memory of the host, and every access is checked against what was allocated or pinned;
-one that goes astray makes the device lost, as it would on a GPU::
+one that goes astray makes the device lost, as it would on a GPU. It is stricter than CUDA in one thing:
+whatever allocates, frees, enqueues or records fails unless the calling thread's current device is the one
+that it is about, also where CUDA would take it and only make a context on another GPU::
 
     fake = FakeCuda()
     device = CudaDevice(0, cuda=fake.libraries())
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -30,6 +33,7 @@ __all__ = ["FakeCuda", "FakeError"]
 
 _ILLEGAL_ADDRESS = 700
 _OUT_OF_MEMORY = 2
+_INVALID_CONTEXT = 201
 _NOT_READY = 600
 #: Bytes of a run below which runs are moved all at once.
 _FEW = 256
@@ -59,6 +63,13 @@ class _Ticket:
         self.done = False
 
 
+class _Thread(threading.local):
+    """What CUDA keeps for each thread."""
+
+    #: Handle of the context that is current; 0: none.
+    current = 0
+
+
 class FakeCuda:
     """The CUDA of one process with some GPUs.
 
@@ -84,10 +95,12 @@ class FakeCuda:
         self._memory: dict[int, Any] = {}
         self._ranges: dict[int, int] = {}
         self._used = 0
-        self._current = 0
+        self._thread = _Thread()
         self._queues: dict[int, deque[tuple[_Ticket | None, Callable[[], None]]]] = {0: deque()}
         self._streams_of: dict[int, int] = {}
         self._events: dict[int, _Ticket | None] = {}
+        #: The context that each event, and each range that was allocated, belongs to.
+        self._homes: dict[int, int] = {}
         self._held: set[int] = set()
         self._next = 0x10000
 
@@ -137,8 +150,9 @@ class FakeCuda:
         return len(self._ranges)
 
     def _torch_stream(self, device: str) -> SimpleNamespace:
+        before, self._current = self._current, _CONTEXT + int(device.removeprefix("cuda:"))
         handle = self._runtime_streamCreateWithFlags(1)
-        self._streams_of[handle] = _CONTEXT + int(device.removeprefix("cuda:"))
+        self._current = before
         return SimpleNamespace(__cuda_stream__=lambda: (0, handle))
 
     # -- how it works
@@ -171,6 +185,24 @@ class FakeCuda:
                 while queue and stream not in self._held and (queue[0][0] is None or queue[0][0].done):
                     queue.popleft()[1]()
                     moved = True
+
+    @property
+    def _current(self) -> int:
+        return self._thread.current
+
+    @_current.setter
+    def _current(self, context: int) -> None:
+        self._thread.current = context
+
+    def ordinal_of(self, address: int) -> int:
+        """The GPU that memory was allocated on, by its first byte."""
+        return self._homes[address] - _CONTEXT
+
+    def _here(self, *things: int) -> None:
+        """See that the thread's device is the one that these streams, events or ranges belong to."""
+        homes = {self._homes.get(each, self._streams_of.get(each, self._current)) for each in things}
+        if not self._current or homes - {self._current}:
+            raise FakeError(_INVALID_CONTEXT)
 
     def _check(self, address: int, nbytes: int) -> NDArray[np.uint8]:
         """The memory that a range is in, and from where on; the device is lost if it is in none."""
@@ -219,58 +251,76 @@ class FakeCuda:
     def _runtime_malloc(self, nbytes: int) -> int:
         if nbytes > self.memory - self._used:
             raise FakeError(_OUT_OF_MEMORY)
+        self._here()
         self._used += nbytes
-        return self._take(nbytes)
+        address = self._take(nbytes)
+        self._homes[address] = self._current
+        return address
 
     def _runtime_free(self, address: int) -> None:
+        self._here(address)
+        del self._homes[address]
         self._used -= self._ranges.pop(address)
         del self._memory[address]
 
     def _runtime_hostAlloc(self, nbytes: int, flags: int) -> int:  # noqa: N802
+        self._here()
         return self._take(nbytes)
 
     def _runtime_freeHost(self, address: int) -> None:  # noqa: N802
+        self._here()
         del self._memory[address], self._ranges[address]
 
     def _runtime_hostRegister(self, address: int, nbytes: int, flags: int) -> None:  # noqa: N802
+        self._here()
         self._ranges[address] = nbytes
 
     def _runtime_hostUnregister(self, address: int) -> None:  # noqa: N802
+        self._here()
         del self._ranges[address]
 
     def _runtime_eventCreateWithFlags(self, flags: int) -> int:  # noqa: N802
+        self._here()
         handle = self._handle()
-        self._events[handle] = None
+        self._events[handle], self._homes[handle] = None, self._current
         return handle
 
     def _runtime_eventDestroy(self, event: int) -> None:  # noqa: N802
-        del self._events[event]
+        self._here(event)
+        del self._events[event], self._homes[event]
 
     def _runtime_eventRecord(self, event: int, stream: int) -> None:  # noqa: N802
+        self._here(event, stream)
         ticket = self._events[event] = _Ticket()
         self._push(stream, lambda: setattr(ticket, "done", True))
 
     def _runtime_streamCreateWithFlags(self, flags: int) -> int:  # noqa: N802
+        self._here()
         handle = self._handle()
         self._queues[handle] = deque()
         self._streams_of[handle] = self._current
         return handle
 
     def _runtime_streamDestroy(self, stream: int) -> None:  # noqa: N802
+        self._here(stream)
         del self._queues[stream]
 
     def _runtime_streamSynchronize(self, stream: int) -> None:  # noqa: N802
+        self._here(stream)
         if self._queues[stream]:
             raise RuntimeError("this would wait for ever")
 
     def _runtime_streamWaitEvent(self, stream: int, event: int) -> None:  # noqa: N802
+        self._here(stream)
         self._push(stream, lambda: None, self._events[event])
 
     def _runtime_memcpyAsync(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:  # noqa: N802
+        self._here(stream)
         self.copies.append(nbytes)
         self._push(stream, lambda: self._copy(target, source, nbytes))
 
     def _runtime_memsetAsync(self, address: int, value: int, nbytes: int, stream: int) -> None:  # noqa: N802
+        self._here(stream)
         self._push(stream, lambda: cast(None, ctypes.memset(address, value, nbytes)))
 
     # -- what it hasn't
@@ -287,6 +337,7 @@ class FakeCuda:
     ) -> int:
         if status := self.failing.pop("batch", 0) or self.status:
             return status
+        self._here(stream)
         self.batches.append(len(sizes))
         rows = list(zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True))
 
@@ -305,6 +356,7 @@ class FakeCuda:
         def launch(grid: tuple[int, int], block: tuple[int], args: tuple[int], *, stream: CudaStream) -> None:
             if status := self.failing.pop("launch", 0) or self.status:
                 raise FakeError(status)
+            self._here(stream.ptr)
             self.launches.append((unit, grid[0], stream.ptr))
             words = list((ctypes.c_int64 * WORDS).from_address(args[0]))
             tensors = words[WORDS_BEFORE : WORDS_BEFORE + 2 * grid[1]]

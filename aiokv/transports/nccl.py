@@ -49,7 +49,7 @@ _MAX_LINKS = 4096
 #: 0.2 ms of both ends' time; between hosts, messages of 4 MiB reach two thirds of what these reach.
 _SLOT = 16 << 20
 _SLOTS = 8
-#: How long the first communicator may take once the producer has answered, in seconds: half of what a transfer
+#: How long the first communicator may take once the producer answered, in seconds: half of what a transfer
 #: may take by default, so that the next transport still has its chance.
 _PROOF_S = 15.0
 #: How long closing waits for aborted communicators, in seconds; what takes longer is left to its thread.
@@ -157,7 +157,7 @@ class NcclTransport:
             calls.use(device.ordinal)
             memory: Buffer = device.allocate(2 * count * size)  # type: ignore[attr-defined]
             try:
-                calls.rehearse(memory.address, stream.handle)  # type: ignore[attr-defined]
+                calls.rehearse(device.ordinal, memory.address, stream.handle)  # type: ignore[attr-defined]
             except BaseException:
                 _free(memory)
                 raise

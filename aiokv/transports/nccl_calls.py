@@ -142,12 +142,16 @@ class Calls:
         except _ERRORS as error:
             raise DeviceError(f"GPU {ordinal} can't be used: {error!r}") from error
 
-    def unique_id(self) -> bytes:
+    def unique_id(self, ordinal: int) -> bytes:
         """A name under which two ranks find each other: 128 bytes.
+
+        Args:
+            ordinal: The GPU, which is made the thread's: NCCL may look at whichever is current.
 
         Raises:
             DeviceError: NCCL has no network to be found at.
         """
+        self.use(ordinal)
         try:
             return bytes(self._cuda.nccl.get_unique_id())
         except _ERRORS as error:
@@ -168,15 +172,15 @@ class Calls:
             raise DeviceError(f"NCCL made no communicator: {error!r}") from error
         return Communicator(nccl, made, (rank + 1) % ranks, current)
 
-    def rehearse(self, address: int, stream: int) -> None:
-        """Have NCCL load what sending takes, by sending 64 bytes at ``address`` to behind them.
+    def rehearse(self, ordinal: int, address: int, stream: int) -> None:
+        """Have NCCL load what sending from this GPU takes, by sending 64 bytes at ``address`` to behind them.
 
         What is loaded while another communicator waits for its peer can wait for that.
 
         Raises:
             DeviceError: NCCL doesn't work here.
         """
-        alone = self.communicator(self.unique_id(), 0, 1)
+        alone = self.communicator(self.unique_id(ordinal), 0, 1)
         try:
             alone.to_itself(address, 64, stream)
             self._cuda.runtime.streamSynchronize(stream)

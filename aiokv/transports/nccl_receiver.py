@@ -13,6 +13,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -269,7 +270,9 @@ class NcclReceiver(NcclEnd[_Chunk]):
         if names:
             self._meet(names.pop())
         else:
-            off_loop(calls.unique_id, "aiokv-nccl-name").add_done_callback(self._named)
+            off_loop(
+                partial(calls.unique_id, self._home.device.ordinal), "aiokv-nccl-name"
+            ).add_done_callback(self._named)
 
     def _named(self, future: asyncio.Future[bytes]) -> None:
         error = future.exception()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -424,6 +425,48 @@ def test_a_stream_of_another_device_is_refused() -> None:
     devices[0].stream().wait(other.record())  # but it can be waited for
     for each in devices:
         each.close()
+
+
+@pytest.mark.parametrize("current", ["none", "other"])
+def test_each_call_is_made_on_its_own_device(current: str, seed: int) -> None:
+    """Of two GPUs, in threads that have none, or the other one: ``FakeCuda`` refuses what goes astray."""
+    fake = FakeCuda(devices=2)
+    libraries, found = fake.libraries(), []
+
+    def work(ordinal: int) -> None:
+        if current == "other":
+            libraries.runtime.setDevice(1 - ordinal)
+        before = libraries.driver.ctxGetCurrent()
+        device = CudaDevice(ordinal, cuda=libraries, staging_bytes=4096, offsets_bytes=4096)
+        src, dst, host = cache_of(device, seed), device.allocate(1 << 16), host_of(device, 1 << 16)
+        assert {fake.ordinal_of(each.address) for each in (src, dst)} == {ordinal}
+        plan, stream = plan_of([3, 1, 4]), device.stream()
+        late = device.stream()
+        for path in (None, *PATHS):
+            device._engine.path = path
+            for chunk in plan.chunks((0,), 1 << 20):
+                device.gather(plan, chunk, [src], host, 0, stream=stream)
+                late.wait(stream.record())
+                device.scatter(plan, chunk, host, 0, [src], stream=late)
+                device.copy(plan, chunk, [src], [src], stream=late)
+        assert late.record().done()
+        fresh = [device.context.event() for _ in range(100)]
+        for each in fresh:
+            device.context.give_event(each)
+        host.close()
+        for each in (src, dst):
+            each.close()
+        device.close()
+        assert libraries.driver.ctxGetCurrent() == before
+        found.append(ordinal)
+
+    for ordinal in (0, 1):
+        thread = threading.Thread(target=work, args=(ordinal,))
+        thread.start()
+        thread.join()
+    gc.collect()
+    assert found == [0, 1]
+    assert not fake.status and not fake.allocated
 
 
 def test_the_per_thread_default_stream_is_refused(device: CudaDevice) -> None:

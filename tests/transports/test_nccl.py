@@ -312,9 +312,9 @@ async def test_a_name_that_nobody_met_under_is_used_for_the_next(seed: int, monk
     named, may = [], threading.Event()
     unique_id = Calls.unique_id
 
-    def slow(calls: Calls) -> bytes:
+    def slow(calls: Calls, ordinal: int) -> bytes:
         may.wait(20)
-        named.append(unique_id(calls))
+        named.append(unique_id(calls, ordinal))
         return named[-1]
 
     monkeypatch.setattr(Calls, "unique_id", slow)

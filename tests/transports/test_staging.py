@@ -14,6 +14,7 @@ import pytest
 
 from aiokv.device.cache import KVCache
 from aiokv.device.cuda import CudaDevice
+from aiokv.device.cudacosts import TYPICAL
 from aiokv.device.host import HostDevice
 from aiokv.device.offloop import off_loop
 from aiokv.errors import CapacityError, DeviceError, PeerLostError
@@ -21,7 +22,7 @@ from aiokv.proto.layout import CacheLayout
 from aiokv.proto.placement import Placement
 from aiokv.proto.plan import Chunk, GroupBlocks, Side, plan_copy
 from aiokv.testing.conformance.transportkit import TransportKit, done
-from aiokv.testing.conformance.transports import CASES, Case
+from aiokv.testing.conformance.transports import CASES, Case, lost_in_the_middle, moves_both_ways
 from aiokv.testing.fakecuda import FakeCuda
 from aiokv.transports.base import Transport
 from aiokv.transports.frames import pack
@@ -86,7 +87,28 @@ class MixedKit(StagedKit):
         return KVCache.allocate(layout, device=self.device if self.made % 2 else HostDevice())
 
 
+class TwoKit(StagedKit):
+    """Two GPUs, in turn; what is done with the wrong one current is refused."""
+
+    made = 0
+
+    def __init__(self, seed: int, gpu: Gpu) -> None:
+        fake = FakeCuda(devices=2)
+        libraries = fake.libraries()
+        self.devices = [CudaDevice(number, cuda=libraries, costs=TYPICAL) for number in range(2)]
+        super().__init__(seed, SimpleNamespace(fake=fake, device=self.devices[0], before=fake.allocated))
+
+    def make_cache(self, layout: CacheLayout) -> KVCache:
+        self.made += 1
+        return KVCache.allocate(layout, device=self.devices[self.made % 2])
+
+
 class ShmKit(StagedKit):
+    def make_transport(self) -> Transport:
+        return StagedShmTransport(self.staging)
+
+
+class TwoShmKit(TwoKit):
     def make_transport(self) -> Transport:
         return StagedShmTransport(self.staging)
 
@@ -101,6 +123,15 @@ KITS = {"tcp": StagedKit, "mixed": MixedKit, "shm": ShmKit}
 async def test_conformance(kind: str, case: Case, gpu: Gpu, seed: int) -> None:
     async with KITS[kind](seed, gpu) as kit:
         await case(kit)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("case", [moves_both_ways, lost_in_the_middle], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("kit", [TwoKit, TwoShmKit])
+async def test_between_two_gpus(kit: type, case: Case, gpu: Gpu, seed: int) -> None:
+    async with kit(seed, gpu) as made:
+        await case(made)
+        assert not made.gpu.fake.status
 
 
 async def lost(link) -> None:
