@@ -49,7 +49,7 @@ def run(script: str, *arguments: str, typed: str = "", timeout: float = 50) -> s
 
 
 #: What needs others, a model or arguments.
-NOT_ALONE = ("prefill", "decode", "pair", "rank", "serve", "fleet")
+NOT_ALONE = ("prefill", "decode", "pair", "offload", "rank", "serve", "fleet")
 SHORT = sorted(path.name for path in EXAMPLES.glob("*.py") if path.stem not in NOT_ALONE)
 
 
@@ -108,6 +108,22 @@ def test_pair_answers_as_one_process_does_with_a_real_model() -> None:
         r"^equal: all 4 answers \(\d+ tokens\) are those of one process alone$", output, re.MULTILINE
     )
     assert re.search(r"^long .* [1-9]\d*/30 ", output, re.MULTILINE)
+
+
+@needs_transformers
+@pytest.mark.timeout(120)
+def test_a_chat_answers_the_same_with_the_host_tier_and_without() -> None:
+    output = run("offload.py", "--model=tiny-random", "--turns=2", "--limit=8", timeout=110)
+    assert "\nequal: all 4 answers are the same with the tier and without\n" in output
+    assert re.search(r"^ +2 +1 +\d+ +[1-9]\d+ ", output, re.MULTILINE), "the second turn was loaded"
+
+
+@pytest.mark.slow
+@needs_smollm2
+@pytest.mark.timeout(400)
+def test_a_chat_with_a_real_model_and_the_host_tier() -> None:
+    output = run("offload.py", timeout=390)
+    assert "\nequal: all 6 answers are the same with the tier and without\n" in output
 
 
 @needs_transformers
