@@ -134,4 +134,5 @@ class StagedReceiver(Receiver):
             if isinstance(arriving, _StagedArriving):
                 arriving.forget()
         super().cut(reason)
+        self._scatterer.stop()
         self._ring.retire()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from aiokv.device.base import Buffer, Event
+from aiokv.device.base import Buffer, Event, Stream
 from aiokv.errors import DeviceError
 from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.staging import Pending, Ring, Staging
@@ -32,7 +32,7 @@ class Scatterer:
         self._freed = freed
         self._broke = broke
         # One loads while the other's copies end.
-        self._streams = (staging.stream(), staging.stream())
+        self._streams: tuple[Stream, ...] = (staging.stream(), staging.stream())
         self._turn = 0
         #: By tag, what was submitted and not seen done.
         self._flying: dict[bytes, dict[Event, None]] = {}
@@ -89,6 +89,11 @@ class Scatterer:
             context = {"message": f"callback for {chunk} failed: {landed!r}", "exception": raised}
             asyncio.get_running_loop().call_exception_handler(context)
         self._freed(slot)
+
+    def stop(self) -> None:
+        """Nothing more will be scattered: others may have the streams, once nothing is on them."""
+        # The link and this know each other, so that they live until the collector comes by.
+        self._streams = ()
 
     def quiet(self, tag: bytes) -> Event | None:
         """An event for the end of all that is in flight of a part; None when nothing is."""

@@ -274,4 +274,5 @@ class ConsumerEnd(_End):
         for part in self._expected.values():
             part.wanted = False
         self._expected.clear()
+        self._scatterer.stop()
         self._ring.retire()

@@ -29,7 +29,8 @@ TOKENS = 2048
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 @pytest.mark.parametrize("kind", PATHS)
 async def test_conformance_in_two_processes(kind: str, case: Case, other: Other, device, seed: int) -> None:
-    async with TwoProcessesKit(seed, other, PATHS[kind], device) as kit:
+    # Little, since some make hundreds of links, and it is pinned for each.
+    async with TwoProcessesKit(seed, other, PATHS[kind], device, {"staging": 4 << 20}) as kit:
         await case(kit)
 
 

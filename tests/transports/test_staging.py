@@ -638,3 +638,23 @@ class Failing:
         if self._device is not None:
             self._device.scatter(*arguments, stream=stream)
         raise DeviceError("made to fail")
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("kind", TWO_SIDED)
+async def test_links_that_come_and_go_use_the_same_streams(kind: str, gpu: Gpu, seed: int) -> None:
+    """Whether or not the collector comes by."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with TWO_SIDED[kind](seed, gpu) as kit:
+            consumer, producer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
+            made = []
+            for _ in range(6):
+                path = await consumer.read_from(producer)
+                path.end.close()
+                await lost(path.producer_end)
+                made.append(gpu.device.context.streams_made)
+            assert made[1:] == [made[1]] * 5
+    finally:
+        gc.enable()
