@@ -35,16 +35,13 @@ async def route(line: Line) -> None:
             line.say(resident=resident_bytes(), cpu=used_cpu_ns(), up=sorted(up))
 
 
-async def serve(
-    line: Line, *, router: str, role: Role, tokens: int, pace: float, interval: float, mode: str = "answer"
-) -> None:
+async def serve(line: Line, *, router: str, role: Role, tokens: int, pace: float, interval: float) -> None:
     """A scripted server; answers each command with when requests came and were given up (ns)."""
     async with ScriptedServer(router, role, tokens=tokens, pace=pace, interval=interval) as server:
-        server.mode = mode  # type: ignore[assignment]
         line.say(http=server.http, token=server.instance.token)
         async for told in line:
-            if told["do"] == "pace":
-                server._tokens, server._pace = told["tokens"], told["pace"]  # noqa: SLF001 - its own process
+            if told["do"] == "become":
+                server.tokens, server.pace, server.mode = told["tokens"], told["pace"], told["mode"]
             seen = {each.body["user"]: (each.came_at, each.cancelled_at) for each in server.seen}
             server.seen.clear()
             line.say(seen=seen, cpu=used_cpu_ns())
@@ -109,6 +106,11 @@ class Stream(asyncio.Protocol):
             lambda: cls(body, headers, **more), where.hostname or "", where.port or 0
         )
         return stream
+
+    def abort(self) -> None:
+        """Go away."""
+        if self.transport is not None:
+            self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send the request."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from aiokv.device.autostep import Autostep
-from aiokv.device.cache import KVCache
+from aiokv.device.cache import Allocator, KVCache
 from aiokv.device.mocked import MockedDevice
 from aiokv.offload.settings import TierSettings
 from aiokv.offload.tier import HostTier
@@ -62,7 +62,10 @@ class Kit:
     def content(self, blocks: Sequence[int]) -> list[torch.Tensor]:
         """A copy of what blocks hold."""
         axis = self.cache.layout.groups[0].axes.index("b")
-        return [plane.index_select(axis, torch.tensor(blocks)) for plane in self.planes()]
+        return [
+            plane.index_select(axis, torch.tensor(list(blocks), device=plane.device)).cpu()
+            for plane in self.planes()
+        ]
 
     def fill(self, seed: int = 0) -> None:
         """Other content in every block."""
@@ -87,7 +90,7 @@ class Kit:
 
 @asynccontextmanager
 async def tier_on(
-    kind: str,
+    kind: str | Allocator,
     seed: int,
     *,
     blocks: int = 32,
@@ -96,11 +99,21 @@ async def tier_on(
     stepping: bool = True,
     **more: Any,  # noqa: ANN401
 ) -> AsyncIterator[Kit]:
-    """An entered tier with room for so many blocks; on leaving nothing is held, and no hazard was met."""
-    device = MockedDevice(seed) if kind == "mocked" else None
+    """An entered tier with room for so many blocks; on leaving nothing is held, and no hazard was met.
+
+    Args:
+        kind: ``"host"``, ``"mocked"``, or a device.
+        seed: Of the mocked device, and of its steps.
+        blocks: Of the tier.
+        layout: Of the cache.
+        settings: Of the tier; parts and chunks are small by default.
+        stepping: The mocked device steps by itself.
+        more: For the tier.
+    """
+    device = MockedDevice(seed) if kind == "mocked" else None if isinstance(kind, str) else kind
     cache = await asyncio.to_thread(KVCache.allocate, layout, device=device)
     steps = None
-    if device is not None and stepping:
+    if isinstance(device, MockedDevice) and stepping:
         steps = device.autostep(asyncio.get_running_loop(), random.Random(seed), 20e-6)  # noqa: S311
     size = HostTier(cache, 1 << 40)._pool.place_bytes
     try:
@@ -111,12 +124,12 @@ async def tier_on(
             yield kit
         found = tier.statistics()
         assert (found.blocks_leased, found.copies, found.places_pending, found.places_pinned) == (0, 0, 0, 0)
-        if device is not None:
+        if isinstance(device, MockedDevice):
             assert device.hazards == []
     finally:
         if steps is not None:
             steps.close()
-        if device is not None:
+        if isinstance(device, MockedDevice):
             device.run()
         await asyncio.to_thread(cache.close)
 

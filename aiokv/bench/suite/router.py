@@ -67,14 +67,14 @@ class _Site:
         self.number += 1
         return f"r{self.number}"
 
-    async def tell(self, tokens: int, pace: float) -> None:
+    async def tell(self, tokens: int, pace: float, mode: str = "answer") -> None:
         """What servers answer from now on."""
         for server in self.prefills + self.decodes:
-            await server.ask("pace", tokens=tokens, pace=pace)
+            await server.ask("become", tokens=tokens, pace=pace, mode=mode)
 
 
 @asynccontextmanager
-async def _site(each: int, mode: str = "answer") -> AsyncIterator[_Site]:
+async def _site(each: int) -> AsyncIterator[_Site]:
     """A router with so many servers of each role, all up."""
     from aiokv.bench.routing import ROUTER, SERVER
 
@@ -82,22 +82,13 @@ async def _site(each: int, mode: str = "answer") -> AsyncIterator[_Site]:
         router = await stack.enter_async_context(child(ROUTER))
         said = await router.heard()
         site = _Site(router, said["http"])
+        options = {"router": said["control"], "tokens": _PACED_TOKENS, "pace": _PACE, "interval": _INTERVAL}
         for role, servers in (("prefill", site.prefills), ("decode", site.decodes)):
             for _ in range(each):
-                server = await stack.enter_async_context(
-                    child(
-                        SERVER,
-                        router=said["control"],
-                        role=role,
-                        tokens=_PACED_TOKENS,
-                        pace=_PACE,
-                        interval=_INTERVAL,
-                        mode=mode,
-                    )
-                )
-                known = await server.heard()
-                site.at[server.pid] = known["http"], {"Authorization": f"Bearer {known['token']}"}
-                servers.append(server)
+                servers.append(await stack.enter_async_context(child(SERVER, role=role, **options)))
+        for server in site.prefills + site.decodes:  # they start at the same time
+            known = await server.heard()
+            site.at[server.pid] = known["http"], {"Authorization": f"Bearer {known['token']}"}
         while len((await router.ask())["up"]) < 2 * each:  # noqa: ASYNC110 - in another process
             await asyncio.sleep(0.05)
         yield site
@@ -232,56 +223,53 @@ async def _throughput(site: _Site, report: Report, options: Options) -> None:
     report.ratio("router.throughput_over_direct", over(found["router"], found["direct"]))
 
 
-async def _held(report: Report, options: Options) -> None:
-    """Memory of idle streams, and aborts: servers that stop after two tokens hold all streams open."""
+async def _held(site: _Site, report: Report, options: Options) -> None:
+    """Memory of idle streams: servers that stop after two tokens hold all streams open."""
+    count = 100 if options.quick else _STREAMS
+    await site.tell(_PACED_TOKENS, 0.0, "stop")
+    warm = await _opened(site, 8)
+    before = (await site.router.ask())["resident"]
+    streams = await _opened(site, count)
+    held = (await site.router.ask())["resident"] - before
+    report.row("the router's process", {"what": "memory for a stream, KiB", "is": held / count / 1024})
+    for stream in warm + streams:
+        stream.abort()
+    await asyncio.sleep(1)
+
+
+async def _opened(site: _Site, count: int) -> list[Stream]:
+    """So many streams, all of which have begun."""
     from aiokv.bench.routing import Stream, asked
 
-    count = 100 if options.quick else _STREAMS
-    async with _site(1, "stop") as site:
-        await site.tell(_PACED_TOKENS, 0.0)
-        warm = [
-            await Stream.open(site.http, asked(site.name(), stream=True, transfer=False), {})
-            for _ in range(8)
-        ]
-        await _all_begun(warm)
-        before = (await site.router.ask())["resident"]
-        names = [site.name() for _ in range(count)]
-        streams = [
-            await Stream.open(site.http, asked(name, stream=True, transfer=False), {}) for name in names
-        ]
-        await _all_begun(streams)
-        held = (await site.router.ask())["resident"] - before
-        report.row("the router's process", {"what": "memory for a stream, KiB", "is": held / count / 1024})
-        await site.prefills[0].ask("seen")
-        for stream in warm + streams:
-            if stream.transport is not None:
-                stream.transport.abort()
-        await asyncio.sleep(1.5)
-    # A client that goes away before the first token leaves both sides at it.
-    async with _site(1, "hang") as site:
-        gone: dict[str, int] = {}
-        for _ in range(20 if options.quick else 200):
-            name = site.name()
-            stream = await Stream.open(site.http, asked(name, stream=True, transfer=False), {})
-            await asyncio.sleep(0.02)
-            gone[name] = time.monotonic_ns()
-            if stream.transport is not None:
-                stream.transport.abort()
-        await asyncio.sleep(2)
-        sides = [(await side[0].ask("seen"))["seen"] for side in (site.prefills, site.decodes)]
+    bodies = [asked(site.name(), stream=True, transfer=False) for _ in range(count)]
+    streams = [await Stream.open(site.http, body, {}) for body in bodies]
+    while not all(stream.first for stream in streams):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    return streams
+
+
+async def _aborts(site: _Site, report: Report, options: Options) -> None:
+    """A client that goes away before the first token leaves both sides at it."""
+    from aiokv.bench.routing import Stream, asked
+
+    await site.tell(_PACED_TOKENS, 0.0, "hang")
+    gone: dict[str, int] = {}
+    for _ in range(20 if options.quick else 200):
+        name = site.name()
+        stream = await Stream.open(site.http, asked(name, stream=True, transfer=False), {})
+        await asyncio.sleep(0.02)
+        gone[name] = time.monotonic_ns()
+        stream.abort()
+    await asyncio.sleep(1 if options.quick else 2)
+    sides = [(await side[0].ask("seen"))["seen"] for side in (site.prefills, site.decodes)]
     took = sorted(_aborted(gone, sides))
     if len(took) < len(gone):
-        raise RuntimeError(f"{len(gone) - len(took)} of {len(gone)} requests were not given up within 2 s")
+        raise RuntimeError(f"{len(gone) - len(took)} of {len(gone)} requests were not given up in time")
     report.row(
         "from the client's end to both sides' abort",
         {"clients": len(took), "p50 ms": quantile(took, 0.5) * 1e3, "p99 ms": quantile(took, 0.99) * 1e3},
     )
     report.ratio("router.abort_p99_s", [quantile(took, 0.99)])
-
-
-async def _all_begun(streams: list[Stream]) -> None:
-    while not all(stream.first for stream in streams):  # noqa: ASYNC110
-        await asyncio.sleep(0.02)
 
 
 def _aborted(gone: dict[str, int], sides: list[dict[str, tuple[int, int]]]) -> list[float]:
@@ -329,7 +317,8 @@ async def _run(report: Report, options: Options) -> None:
     async with _site(1) as site:
         await _first_tokens(site, report, options)
         await _throughput(site, report, options)
-    await _held(report, options)
+        await _held(site, report, options)
+        await _aborts(site, report, options)
     await _killed(report, options)
 
 
