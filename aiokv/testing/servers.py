@@ -64,6 +64,8 @@ class ScriptedServer:
 
     Attributes:
         mode: What it does with requests from now on.
+        tokens: Of answers from now on.
+        pace: Seconds between them.
         seen: Requests that came, oldest first.
         came: Set with each of them.
         instance: Its ``Instance``.
@@ -83,7 +85,7 @@ class ScriptedServer:
         **options: Any,  # noqa: ANN401 (the instance's own)
     ) -> None:
         self._router, self._role = router, role
-        self._tokens, self._pace, self._interval = tokens, pace, interval
+        self.tokens, self.pace, self._interval = tokens, pace, interval
         self._options = options
         self._stack = AsyncExitStack()
         self.mode: Mode = "answer"
@@ -163,8 +165,8 @@ class ScriptedServer:
             case _:
                 pass
         if self._role == "prefill" or not seen.body.get("stream"):
-            count = 1 if self._role == "prefill" else self._tokens
-            await asyncio.sleep(self._pace * (count - 1))
+            count = 1 if self._role == "prefill" else self.tokens
+            await asyncio.sleep(self.pace * (count - 1))
             return web.json_response(_whole(seen, count))
         return await self._streamed(request, seen)
 
@@ -177,11 +179,11 @@ class ScriptedServer:
             )
             await response.write(said)
             return response
-        for number in range(self._tokens):
+        for number in range(self.tokens):
             if number == 2 and self.mode != "answer":
                 break
             if number:
-                await asyncio.sleep(self._pace)
+                await asyncio.sleep(self.pace)
             await response.write(b"data: " + json.dumps(_piece(seen, number)).encode() + b"\n\n")
         match self.mode:
             case "stop":

@@ -31,6 +31,7 @@ async def aborted(server: ScriptedServer) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.one_loop
 @pytest.mark.parametrize("mode", ["fail", "busy", "cut"])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_prefill_that_fails_is_tried_elsewhere_once(two: Routed, mode: Mode, stream: bool) -> None:
@@ -53,6 +54,7 @@ async def test_a_prefill_that_fails_is_tried_elsewhere_once(two: Routed, mode: M
 
 
 @pytest.mark.asyncio
+@pytest.mark.one_loop
 @pytest.mark.parametrize("mode", ["fail", "busy", "cut", "hang"])
 async def test_the_second_attempt_answers(mode: Mode) -> None:
     async with routed(2, 2, settings={"first_token": 0.4}) as two:
@@ -88,6 +90,7 @@ async def test_a_prefill_that_is_over_is_not_needed_any_more() -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.one_loop
 @pytest.mark.parametrize("mode", ["fail", "busy", "error", "nonsense"])
 async def test_a_decode_that_fails_before_its_first_token_is_tried_elsewhere(two: Routed, mode: Mode) -> None:
     two.decodes[0].mode = mode
@@ -97,6 +100,7 @@ async def test_a_decode_that_fails_before_its_first_token_is_tried_elsewhere(two
 
 
 @pytest.mark.asyncio
+@pytest.mark.one_loop
 @pytest.mark.parametrize("mode", ["cut", "end"])
 async def test_a_stream_that_breaks_off_ends_with_an_error(pair: Routed, mode: Mode) -> None:
     pair.decodes[0].mode = mode

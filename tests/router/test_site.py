@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from aiokv.router.faults import busy
 from aiokv.testing.routed import routed
 
 PAGE = Path(__file__).parents[2] / "aiokv" / "router" / "page"
@@ -27,3 +29,11 @@ async def test_the_page_is_served_with_a_policy(path: str) -> None:
         assert "default-src 'none'" in policy and "unsafe" not in policy
         assert response.headers["X-Content-Type-Options"] == "nosniff"
         assert await response.read()
+
+
+def test_errors_have_openais_shape() -> None:
+    fault = busy("too much")
+    assert json.loads(fault.body) == {
+        "error": {"message": "too much", "type": "rate_limit_error", "param": None, "code": "queue_full"}
+    }
+    assert fault.headers["Retry-After"] == "1"

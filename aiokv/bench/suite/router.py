@@ -315,9 +315,10 @@ async def _killed(report: Report, options: Options) -> None:
 
 async def _run(report: Report, options: Options) -> None:
     async with _site(1) as site:
+        await _held(site, report, options)  # first, since memory that was used once stays
+        await site.tell(_PACED_TOKENS, _PACE)
         await _first_tokens(site, report, options)
         await _throughput(site, report, options)
-        await _held(site, report, options)
         await _aborts(site, report, options)
     await _killed(report, options)
 
