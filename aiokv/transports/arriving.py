@@ -39,23 +39,33 @@ class Arriving:
         self.landed = landed
         self._seen = Seen(plan)
 
-    def place(self, chunk: Chunk, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where a chunk that begins to arrive goes: addresses and lengths. Each is placed once.
+    def begin(self, chunk: Chunk) -> Sequence[Chunk]:
+        """A chunk begins to arrive, each once: the parts of it, in order, that are to be placed one by one.
 
         Args:
             chunk: As the producer told, whatever that is.
-            extents: The link's.
 
         Raises:
             ValueError: It is not in the plan, or some of it came before.
-            NoRoom: There is no place for it now.
         """
         self._seen.add(chunk)
+        return (chunk,)
+
+    def place(self, chunk: Chunk, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where a part of what ``begin`` was told of goes: addresses and lengths.
+
+        Args:
+            chunk: The part.
+            extents: The link's.
+
+        Raises:
+            NoRoom: There is no place for it now.
+        """
         copy = self.plan.copy(chunk)
         return extents.targets(copy, chunk.lo, chunk.hi, addresses(copy.dst, self.dst))
 
     def complete(self, chunk: Chunk) -> None:
-        """All of a chunk that was placed is there."""
+        """All of what was placed is there."""
         self.landed(chunk)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 from array import array
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -59,9 +60,12 @@ class Inlet:
         self._stopped = False
         self._header = array("B", bytes(HEADER_BYTES))
         self._scratch = array("B", bytes(_SCRATCH))
-        #: Part and chunk of the frame that is being read; empty while it is drained, or over.
+        #: Part of the frame that is being read; empty while it is drained, or over.
         self._tag = b""
+        #: What of the frame is being read, what comes after that, and how many bytes that is.
         self._chunk = Chunk(0, 0, 0, 0, 0, 0)
+        self._later: deque[Chunk] = deque()
+        self._later_bytes = 0
         #: Bytes of this frame that are drained after those that ``_vector`` is for.
         self._to_drain = 0
         #: Where the next bytes go: what is left of a frame, and then the next header.
@@ -73,7 +77,7 @@ class Inlet:
         #: Part of a frame that came before anybody expected it, and for how long that is waited for.
         self._early = b""
         self._patience: Patience | None = None
-        #: There was no room for the frame whose header came last.
+        #: There was no room for what comes next.
         self._full = False
         loop.add_reader(self._fd, self._readable)
 
@@ -88,7 +92,13 @@ class Inlet:
         """Write nothing more of this part: drain what is left of it, if that is what is being read."""
         if self._tag == tag:
             self._tag = b""
-            self._drain(self._payload - self._vector.done)
+            left = self._payload - self._vector.done + self._later_bytes
+            self._later.clear()
+            self._later_bytes = 0
+            self._drain(left)
+            if self._full:
+                self._full = False
+                self._loop.add_reader(self._fd, self._readable)
 
     # -- data that overtook the control message that it belongs to
 
@@ -116,8 +126,11 @@ class Inlet:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Take up reading again, with the header that it was left at."""
-        self._begin()
+        """Take up reading again, where it was left."""
+        if self._later:
+            self._place()
+        else:
+            self._begin()
         if not (self._stopped or self._early or self._full):
             self._loop.add_reader(self._fd, self._readable)
 
@@ -148,7 +161,7 @@ class Inlet:
 
     def _gather(self) -> None:
         """Tell the kernel for how many bytes to wake the loop: never for more than surely come."""
-        left = self._payload - self._vector.done + self._to_drain
+        left = self._payload - self._vector.done + self._later_bytes + self._to_drain
         wanted = _WORTH_WAKING if left >= _WORTH_WAKING else 1
         if wanted != self._gathered:
             self._gathered = wanted
@@ -159,7 +172,8 @@ class Inlet:
         """Some bytes came to where ``_vector`` said."""
         if self._tag and self._vector.done >= self._payload:
             part, chunk = self._parts.expected[self._tag], self._chunk
-            self._tag = b""
+            if not self._later:
+                self._tag = b""
             try:
                 part.complete(chunk)
             except Exception as error:  # noqa: BLE001 - one part's mistake stops no other part's bytes
@@ -169,6 +183,8 @@ class Inlet:
             return
         if self._to_drain:
             self._drain(self._to_drain)
+        elif self._later:
+            self._place()
         else:
             self._begin()
 
@@ -183,17 +199,27 @@ class Inlet:
             self._wait_for(tag)
             return
         try:
+            self._later.extend(part.begin(chunk))
+        except ValueError as error:
+            self._cut(f"the producer sent what it must not: {error}")
+            return
+        self._tag, self._later_bytes = tag, chunk.nbytes
+        self._payload = self._vector.done
+        self._place()
+
+    def _place(self) -> None:
+        """See where the next bytes of a frame go."""
+        part, chunk = self._parts.expected[self._tag], self._later[0]
+        try:
             addresses, lengths = part.place(chunk, self._parts.extents)
         except NoRoom:
             self._full = True
             self._loop.remove_reader(self._fd)
             return
-        except ValueError as error:
-            self._cut(f"the producer sent what it must not: {error}")
-            return
-        self._tag, self._chunk = tag, chunk
-        self._payload = chunk.nbytes
-        self._vector = Vector(addresses, lengths, after=self._header.buffer_info())
+        self._later.popleft()
+        self._later_bytes -= chunk.nbytes
+        self._chunk, self._payload = chunk, chunk.nbytes
+        self._vector = Vector(addresses, lengths, after=() if self._later else self._header.buffer_info())
 
     def _drain(self, nbytes: int) -> None:
         """The next so many bytes are the frame's, and nobody wants them."""

@@ -196,6 +196,7 @@ class NcclReceiver(NcclEnd[_Chunk]):
             self._early = tag
             self._early_until = Patience(_AHEAD_S, self._unexpected)
             return None
+        part.begin(chunk)
         addresses, sizes = part.place(chunk, self._parts.extents)
         self._credits -= 1
         if len(lengths) > 1:

@@ -38,41 +38,40 @@ class _StagedArriving(Arriving):
         super().__init__(plan, dst, landed)
         self._tag = tag
         self._scatterer = scatterer
-        #: Slots of frames that are being read, and which part of the frame goes to each.
-        self._reading: dict[Chunk, list[tuple[Chunk, int]]] = {}
+        #: Slots that are being read to, by what goes there.
+        self._reading: dict[Chunk, int] = {}
         self._wanted = True
 
-    def place(self, chunk: Chunk, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Slots for a frame that begins to arrive."""
-        ring = self._scatterer.ring
-        self.plan.check(chunk)
+    def begin(self, chunk: Chunk) -> Sequence[Chunk]:
+        """A frame, of whatever size, in parts that fit into a slot each."""
+        super().begin(chunk)
         try:
-            parts = list(split(self.plan, chunk, ring.slot_bytes))
+            return list(split(self.plan, chunk, self._scatterer.ring.slot_bytes))
         except DeviceError as error:
             raise ValueError(str(error)) from error
-        if len(parts) > ring.slots:
-            raise ValueError(f"{chunk} needs {len(parts)} slots of staging memory, there are {ring.slots}")
-        if len(parts) > ring.free:
+
+    def place(self, chunk: Chunk, extents: Extents) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A slot for one of them: whoever waits for one has none, so that they come back."""
+        ring = self._scatterer.ring
+        if not ring.free:
             raise NoRoom
-        self._seen.add(chunk)
-        placed = self._reading[chunk] = [(part, ring.take()) for part in parts]
-        addresses = np.array([ring.address(slot) for _, slot in placed], dtype=np.int64)
-        return addresses, np.array([part.nbytes for part, _ in placed], dtype=np.int64)
+        slot = self._reading[chunk] = ring.take()
+        return np.array([ring.address(slot)]), np.array([chunk.nbytes])
 
     def complete(self, chunk: Chunk) -> None:
-        """All of a frame is in its slots."""
-        for part, slot in self._reading.pop(chunk):
-            self._scatterer.scatter(self._tag, self.plan, part, self.dst, slot, self._landed)
+        """All of a part is in its slot."""
+        slot = self._reading.pop(chunk)
+        self._scatterer.scatter(self._tag, self.plan, chunk, self.dst, slot, self._landed)
 
     def _landed(self, chunk: Chunk) -> None:
         if self._wanted:
             self.landed(chunk)
 
     def forget(self) -> list[int]:
-        """Tell nobody of what lands from now on; gives the slots of frames that are being read."""
+        """Tell nobody of what lands from now on; gives the slots that are being read to."""
         self._wanted = False
         reading, self._reading = self._reading, {}
-        return [slot for placed in reading.values() for _, slot in placed]
+        return list(reading.values())
 
 
 class StagedReceiver(Receiver):

@@ -57,8 +57,7 @@ class TcpTransport:
             is listened at, or where that is all of them, the one that control messages go to.
         streams: Connections of each link, 1 to 16: what this end would like, and the most that it
             lets a consumer have. The lower of the two ends' numbers is used.
-        staging: Bytes of pinned memory that each link takes here, where the cache is on a GPU. A
-            producer's frames must fit into it, which are four times its ``Settings.chunk_bytes``.
+        staging: Bytes of pinned memory that each link takes here, where the cache is on a GPU.
 
     Raises:
         ValueError: There can't be so many streams.

@@ -515,21 +515,54 @@ async def test_the_two_kinds_of_shm_are_told_apart(gpu: Gpu, seed: int) -> None:
         await transport.aclose()
 
 
+async def large_frame(kit: MixedKit):
+    """A frame of a producer in host memory, which sends what its settings say, larger than the ring."""
+    kit.staging = 1 << 20
+    consumer, producer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
+    path = await consumer.read_from(producer)
+    part = path.part(kit, 1, tokens=480)
+    (chunk,) = part.chunks(8 << 20)
+    assert chunk.nbytes > path.end._scatterer.ring.memory.nbytes
+    return path, part, chunk
+
+
 @pytest.mark.asyncio
-async def test_a_frame_that_no_ring_holds_cuts_the_link(gpu: Gpu, seed: int) -> None:
-    """Of a producer in host memory, which sends what its settings say."""
+async def test_a_frame_that_no_ring_holds_is_taken_in_several_goes(gpu: Gpu, seed: int) -> None:
     async with MixedKit(seed, gpu) as kit:
-        kit.staging = 1 << 20
-        consumer, producer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
-        path = await consumer.read_from(producer)
-        part = path.part(kit, 1, tokens=512)
+        path, part, chunk = await large_frame(kit)
+        expected = path.consumer.copy_of_memory()
+        part.apply(path.producer.copy_of_memory(), expected)
         part.expect()
+        send(path, part, chunk, path.producer.cache.device.stream())
+        await part.until(part.plan.total)
+        for found, wanted in zip(path.consumer.copy_of_memory(), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted)
         ring = path.end._scatterer.ring
-        chunk = next(chunk for chunk in part.chunks(1 << 20))
-        assert chunk.nbytes <= ring.memory.nbytes
-        ring.slots = 1
-        send(path, part, chunk, producer.cache.device.stream())
-        await lost(path.end)
+        await until(lambda: ring.free == ring.slots)
+
+
+@pytest.mark.asyncio
+async def test_the_rest_of_a_frame_that_waits_for_a_slot_is_drained_if_nobody_wants_it(
+    gpu: Gpu, seed: int
+) -> None:
+    async with MixedKit(seed, gpu) as kit:
+        path, part, chunk = await large_frame(kit)
+        part.expect()
+        ring, stream = path.end._scatterer.ring, path.producer.cache.device.stream()
+        with gpu.fake.held(*(stream.handle for stream in path.end._scatterer._streams)):
+            send(path, part, chunk, stream)
+            await until(lambda: any(inlet._full for inlet in path.end._inlets))
+            assert not ring.free
+            writing = path.end.forget(part.id)
+            assert not writing.done()
+        await done(kit, writing, path.end)
+        await until(lambda: ring.free == ring.slots)
+        assert part.arrived == 0
+        later = path.part(kit, 2, tokens=16)
+        later.expect()
+        for each in later.chunks(1 << 16):
+            send(path, later, each, stream)
+        await later.until(later.plan.total)
 
 
 @pytest.mark.asyncio
