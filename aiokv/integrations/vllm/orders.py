@@ -1,0 +1,116 @@
+"""What the scheduler's half of the connector has the worker's half do, in one step of vLLM.
+
+vLLM carries these from one process to others, so they are plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Blocks", "Load", "Orders", "Release", "Send", "listed"]
+
+#: The block that vLLM lists where a group needs none any more: those before a sliding window.
+_NULL = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Block ids of one KV cache group.
+
+    Attributes:
+        start: Index of the first listed block's first token; a multiple of the block size.
+        ids: Block ids, in the order of the tokens.
+    """
+
+    start: int
+    ids: tuple[int, ...]
+
+
+def listed(ids: Sequence[int], block_size: int, first: int, last: int) -> Blocks:
+    """The blocks that hold the tokens from ``first`` up to ``last``, without those that vLLM gave up.
+
+    Args:
+        ids: All blocks of a request in one group, from its first token on.
+        block_size: Tokens per block.
+        first: First token that matters.
+        last: One behind the last.
+    """
+    end = min(len(ids), -(-last // block_size))
+    begin = min(end, first // block_size)
+    while begin < end and ids[begin] == _NULL:
+        begin += 1
+    return Blocks(begin * block_size, tuple(ids[begin:end]))
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Offer what a request left in its blocks; they are held until that is over.
+
+    Attributes:
+        request: vLLM's name of the request, for the report.
+        transfer: Transfer id.
+        blocks: A list for each KV cache group.
+        tokens: Tokens that are there.
+    """
+
+    request: str
+    transfer: str
+    blocks: tuple[Blocks, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fetch into the blocks of a request that waits for it.
+
+    Attributes:
+        request: vLLM's name of the request, for the report.
+        transfer: Transfer id.
+        sources: Addresses of the prefill side's ranks.
+        blocks: A list for each KV cache group.
+        first: First token that isn't here yet.
+        tokens: Tokens that are to be here in the end.
+    """
+
+    request: str
+    transfer: str
+    sources: tuple[str, ...]
+    blocks: tuple[Blocks, ...]
+    first: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Tell the prefill side that nobody will fetch this, so that it holds the blocks no longer.
+
+    Attributes:
+        transfer: Transfer id.
+        sources: Addresses of the prefill side's ranks.
+    """
+
+    transfer: str
+    sources: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """All of one step.
+
+    Attributes:
+        sends: What to offer.
+        loads: What to fetch.
+        releases: Whom to tell that nothing will be fetched.
+        refusals: Transfer ids for which nothing will ever be offered: whoever asks is told so.
+        aborts: Requests, by vLLM's names, whose loads nobody waits for any more.
+    """
+
+    sends: list[Send] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+    releases: list[Release] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.sends or self.loads or self.releases or self.refusals or self.aborts)

@@ -1,0 +1,98 @@
+"""``kv_transfer_params``: what routers carry from the prefill side to the decode side.
+
+Two shapes are understood. In NIXL's the prefill side answers with everything that the decode side needs, and
+the router carries it over. In Mooncake's the router mints a ``transfer_id``, tells it to both sides at once,
+and names the prefill side's address to the decode side. Never are vLLM's request ids used as ids of
+transfers: each engine makes its own (vllm#42839).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from aiokv.engine.arguments import checked_addresses, checked_id, whole
+
+__all__ = ["Pull", "answer", "minted", "pull_of"]
+
+Params = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """What a request on the decode side is to fetch.
+
+    Attributes:
+        transfer: Transfer id.
+        sources: Addresses of the prefill side's ranks.
+        tokens: Tokens that are offered; None: as many as the prompt has.
+    """
+
+    transfer: str
+    sources: tuple[str, ...]
+    tokens: int | None
+
+
+def answer(transfer: str, sources: Sequence[str], tokens: int, engine: str) -> dict[str, object]:
+    """What the prefill side answers, for the decode side to read."""
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": transfer,
+        "remote_addresses": list(sources),
+        "remote_engine_id": engine,
+        "remote_tokens": tokens,
+        "tp_size": len(sources),
+    }
+
+
+def minted(params: Params) -> str | None:
+    """The transfer id that a router told the prefill side; None where there is none.
+
+    Raises:
+        TypeError: It is no string.
+        ValueError: It can't be one.
+    """
+    found = params.get("transfer_id")
+    return None if found is None else checked_id(found)  # type: ignore[arg-type]
+
+
+def pull_of(params: Params) -> Pull | None:
+    """What the decode side is to fetch; None where it is nothing.
+
+    Raises:
+        TypeError: A parameter of the wrong kind.
+        ValueError: One is missing or can't be meant; the message names it.
+    """
+    if not params.get("do_remote_prefill"):
+        return None
+    transfer = minted(params)
+    if transfer is None:
+        raise ValueError("kv_transfer_params has no transfer_id")
+    tokens = params.get("remote_tokens")
+    found = None if tokens is None else whole(tokens, "remote_tokens")  # type: ignore[arg-type]
+    return Pull(transfer, tuple(_sources(params)), found)
+
+
+def _sources(params: Params) -> list[str]:
+    addresses = params.get("remote_addresses")
+    if addresses is not None:
+        found = checked_addresses(addresses, "remote_addresses")  # type: ignore[arg-type]
+        if not found:
+            raise ValueError("remote_addresses names no engine")
+        return found
+    if "remote_bootstrap_addr" in params:
+        given = str(params["remote_bootstrap_addr"])
+        parts = urlsplit(given if "://" in given else f"//{given}")
+        host, port = parts.hostname, parts.port
+    else:
+        host, port = params.get("remote_host"), params.get("remote_port")  # type: ignore[assignment]
+    if not host or port is None:
+        raise ValueError(
+            "kv_transfer_params name no prefill side: neither remote_addresses, nor remote_host with "
+            "remote_port, nor remote_bootstrap_addr"
+        )
+    # The ranks of an instance take ports in a row, see settings.py.
+    ranks = whole(params.get("tp_size", 1), "tp_size", 1)  # type: ignore[arg-type]
+    return [f"tcp://{host}:{whole(port, 'remote_port', 1) + rank}" for rank in range(ranks)]

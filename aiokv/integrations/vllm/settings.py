@@ -1,0 +1,83 @@
+"""What ``kv_connector_extra_config`` may say, checked at start."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
+
+import msgspec
+
+from aiokv.config import Config
+from aiokv.control.address import canonical
+from aiokv.engine.arguments import seconds, whole
+
+__all__ = ["ConnectorSettings"]
+
+_OWN = ("hold", "load_timeout", "decode_ranks", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """How the connector is set up.
+
+    Attributes:
+        engine: How the transfer engine of each rank is; its fields stand beside these, under their names.
+        hold: Seconds for which the prefill side keeps what nobody has fetched.
+        load_timeout: Seconds that a load may take in all, waiting for the prefill side included.
+        decode_ranks: Ranks of an instance that fetches from this one; None: as many as this one has.
+        model: Compared for equality between the two sides, besides what is found out about the model.
+    """
+
+    engine: Config
+    hold: float = 120.0
+    load_timeout: float = 60.0
+    decode_ranks: int | None = None
+    model: str = ""
+
+    @classmethod
+    def read(cls, extra: Mapping[str, object]) -> ConnectorSettings:
+        """What stands in ``kv_connector_extra_config``.
+
+        Raises:
+            TypeError: A field of the wrong kind; the message names it.
+            ValueError: There is no such field, or it can't be meant.
+        """
+        known = (*_OWN, *Config.__struct_fields__)
+        for name in extra:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; {near[0]!r} is meant, perhaps" if near else f"; there are {', '.join(known)}"
+                raise ValueError(f"kv_connector_extra_config has no field {name!r}{hint}")
+        own = {name: extra[name] for name in _OWN if name in extra}
+        for name in ("hold", "load_timeout"):
+            if name in own:
+                _named(name, seconds, own[name])
+        if own.get("decode_ranks") is not None:
+            own["decode_ranks"] = _named(
+                "decode_ranks", lambda value: whole(value, "it", 1), own["decode_ranks"]
+            )
+        if not isinstance(own.get("model", ""), str):
+            raise TypeError(f"kv_connector_extra_config: model is a text, not {own['model']!r}")
+        engine = Config(**{name: value for name, value in extra.items() if name not in _OWN})  # type: ignore[arg-type]
+        return cls(engine=engine, **own)  # type: ignore[arg-type]
+
+    def at_rank(self, rank: int) -> Config:
+        """The engine of one rank: where a port is given, rank 0 has it and the others those behind it."""
+        scheme, _, rest = canonical(self.engine.bind).partition("://")
+        host, _, port = rest.rpartition(":")
+        if int(port) == 0 or rank == 0:
+            return self.engine
+        return msgspec.structs.replace(self.engine, bind=f"{scheme}://{host}:{int(port) + rank}")
+
+
+def _positive(value: SupportsIndex) -> int:
+    return whole(value, "it", 1)
+
+
+def _named(name: str, check: Callable[[Any], object], value: object) -> object:
+    try:
+        return check(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"kv_connector_extra_config: {name}: {error}") from error

@@ -1,0 +1,232 @@
+"""The worker's half: it carries out what the scheduler's half decided, in a thread of its own.
+
+vLLM's worker is synchronous. In each step it hands over the orders, and takes what has come to an end;
+neither waits for anything. Every order to send or to load ends in exactly one report, whatever happens, since
+vLLM has no time-out of its own, and a second report would end its engine. A load is reported only once
+nothing can write its blocks any more (vllm#32255, vllm#56104).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiokv.device.cache import KVCache
+from aiokv.engine.arguments import Window
+from aiokv.engine.engine import TransferEngine
+from aiokv.engine.transfer import Fetch
+from aiokv.errors import AiokvError
+from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, Send
+from aiokv.integrations.vllm.settings import ConnectorSettings
+from aiokv.integrations.vllm.thread import LoopThread
+
+__all__ = ["Outcome", "WorkerHalf"]
+
+_log = logging.getLogger("aiokv")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came to an end since it was last asked for.
+
+    Attributes:
+        sent: Requests whose blocks are held no longer.
+        loaded: Requests whose load is over, be it well or not.
+        failed: Those of them whose load failed, with the blocks that hold nothing.
+    """
+
+    sent: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)
+    failed: dict[str, tuple[Blocks, ...]] = field(default_factory=dict)
+
+
+class WorkerHalf:
+    """One rank's transfer engine and its thread.
+
+    Its methods belong to vLLM's thread, but for those that say otherwise.
+
+    Args:
+        cache: What vLLM registered; closed with this.
+        settings: How it is set up.
+        rank: Rank of this worker within its instance.
+        ranks: Ranks of the instance.
+
+    Attributes:
+        address: Where peers reach the engine.
+
+    Raises:
+        AiokvError, OSError, ValueError: The engine can't be had.
+    """
+
+    def __init__(self, cache: KVCache, settings: ConnectorSettings, rank: int = 0, ranks: int = 1) -> None:
+        self._cache = cache
+        self._settings = settings
+        self._readers = settings.decode_ranks or ranks
+        #: Tokens that are moved together. vLLM's kernels for CPUs keep the tokens of a block interleaved, so
+        #: that no part of one means anything.
+        self._unit = 1 if cache.device.kind == "cuda" else cache.layout.groups[0].block_size
+        #: What has ended: written by the loop's thread, read by vLLM's. A deque's ends need no lock.
+        self._ended: deque[tuple[Send | Load, bool]] = deque()
+        #: Loads under way, by request; the loop's thread alone.
+        self._fetches: dict[str, Fetch] = {}
+        #: Tasks of orders under way; the loop's thread alone.
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = LoopThread("aiokv")
+        self._closed = False
+        try:
+            self._engine: TransferEngine = self._thread.run(self._entered(rank))
+        except BaseException:
+            self._thread.close()
+            raise
+        self.address = self._engine.address
+
+    async def _entered(self, rank: int) -> TransferEngine:
+        return await self._settings.at_rank(rank).engine(self._cache).__aenter__()
+
+    # -- vLLM's thread
+
+    def carry_out(self, orders: Orders, stream: object | None = None) -> None:
+        """Begin what was ordered. Never blocks.
+
+        Args:
+            orders: Of one step.
+            stream: The stream that the model computes on: blocks are read after what is enqueued there now,
+                and written after it, too.
+        """
+        if not orders:
+            return
+        try:
+            self._thread.post(self._begin, orders, stream)
+        except RuntimeError:  # closed: nothing will ever be moved
+            self._ended.extend((send, False) for send in orders.sends)
+            self._ended.extend((load, False) for load in orders.loads)
+
+    def outcome(self) -> Outcome:
+        """What came to an end since the last call; each order is in it once. Never blocks."""
+        found = Outcome()
+        while self._ended:
+            order, well = self._ended.popleft()
+            if isinstance(order, Send):
+                found.sent.add(order.request)
+                continue
+            found.loaded.add(order.request)
+            if not well:
+                found.failed[order.request] = order.blocks
+        return found
+
+    def close(self) -> None:
+        """Abort what is going on, on both sides, and give everything back. Blocks; may be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._thread.run(self._leave())
+        self._thread.close()
+        self._cache.close()
+
+    # -- the loop's thread
+
+    async def _leave(self) -> None:
+        await self._engine.aclose()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, orders: Orders, stream: object | None) -> None:
+        for name in orders.aborts:
+            fetch = self._fetches.get(name)
+            if fetch is not None:
+                fetch.cancel("the request was aborted")
+        for send in orders.sends:
+            self._spawn(self._until_over(send, self._send(send, stream)))
+        for load in orders.loads:
+            self._spawn(self._until_over(load, self._load(load, stream)))
+        for release in orders.releases:
+            self._spawn(self._release(release))
+        for transfer in orders.refusals:
+            self._spawn(self._refuse(transfer))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _until_over(self, order: Send | Load, work: Coroutine[Any, Any, None]) -> None:
+        """Do it, and report it once."""
+        what = "sent to others" if isinstance(order, Send) else "loaded"
+        well = False
+        try:
+            await work
+            well = True
+        except (AiokvError, TypeError, ValueError) as error:
+            _log.warning("the KV of request %s was not %s: %s", order.request, what, error)
+        except Exception:  # noqa: BLE001 (what isn't reported holds the request for ever)
+            _log.exception("the KV of request %s was not %s", order.request, what)
+        finally:
+            self._ended.append((order, well))
+
+    async def _send(self, send: Send, stream: object | None) -> None:
+        offer = self._engine.offer(
+            send.transfer,
+            _windows(send.blocks),
+            tokens=-(-send.tokens // self._unit) * self._unit,
+            readers=self._readers,
+            deadline=self._settings.hold,
+        )
+        offer.start()
+        for layer in range(self._cache.layout.layers):
+            offer.layer_ready(layer, stream=stream)
+        await offer.wait()
+
+    async def _load(self, load: Load, stream: object | None) -> None:
+        fetch = self._engine.fetch(
+            load.transfer,
+            _windows(load.blocks),
+            sources=load.sources,
+            first_token=load.first // self._unit * self._unit,
+            tokens=-(-load.tokens // self._unit) * self._unit,
+            deadline=self._settings.load_timeout,
+            stream=stream,
+        )
+        fetch.start()
+        self._fetches[load.request] = fetch
+        try:
+            await fetch.wait()
+        finally:
+            del self._fetches[load.request]
+
+    async def _release(self, release: Release) -> None:
+        """Fetch nothing: the other side then knows that it is done."""
+        nothing = [Window(0, ()) for _ in self._cache.layout.groups]
+        try:
+            fetch = self._engine.fetch(
+                release.transfer,
+                nothing,
+                sources=release.sources,
+                tokens=0,
+                deadline=self._settings.load_timeout,
+            )
+            fetch.start()
+            await fetch.wait()
+        except (AiokvError, TypeError, ValueError) as error:
+            _log.info(
+                "transfer %s: the other side holds it until its time is over: %s", release.transfer, error
+            )
+
+    async def _refuse(self, transfer: str) -> None:
+        """Offer something and take it back: who waits for it, or asks later, is told so."""
+        some = [Window(0, (0,)) for _ in self._cache.layout.groups]
+        try:
+            offer = self._engine.offer(
+                transfer, some, tokens=1, readers=self._readers, deadline=self._settings.hold
+            )
+            offer.start()
+            offer.cancel("the request was aborted before its KV was there")
+            await offer.wait()
+        except AiokvError as error:
+            _log.debug("transfer %s: %s", transfer, error)
+
+
+def _windows(blocks: Sequence[Blocks]) -> list[Window]:
+    return [Window(group.start, group.ids) for group in blocks]

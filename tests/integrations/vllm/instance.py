@@ -1,0 +1,108 @@
+"""One vLLM in a process of its own, told what to do by lines of JSON: a program, which the tests start.
+
+    python instance.py MODEL KV_TRANSFER_CONFIG OPTIONS
+
+Requests are added and aborted between steps, as a server would do it; each event goes to stdout as a line that
+begins with ``@``. An empty configuration is vLLM alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from typing import Any
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+BLOCKS = 256
+
+
+def tell(**event: Any) -> None:
+    print("@" + json.dumps(event), flush=True)
+
+
+class Instance:
+    def __init__(self, model: str, transfer: str | None, **options: Any) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        if transfer:
+            options["kv_transfer_config"] = KVTransferConfig(**json.loads(transfer))
+        self.engine = LLM(
+            model,
+            enforce_eager=True,
+            dtype="float32",
+            num_gpu_blocks_override=BLOCKS,
+            kv_cache_memory_bytes=64 << 20,
+            **{"max_model_len": 1024, "max_num_seqs": 32, **options},
+        ).llm_engine
+        self.core = self.engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+
+    def run(self) -> None:
+        tell(event="up")
+        rest = b""
+        while True:
+            busy = self.scheduler.has_requests() or self.engine.has_unfinished_requests()
+            if select.select([0], [], [], 0 if busy else None)[0]:
+                data = os.read(0, 1 << 20)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self.told(**json.loads(line))
+            if busy:
+                self.step()
+
+    def step(self) -> None:
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.finished:
+                tell(
+                    event="over",
+                    name=output.request_id,
+                    tokens=list(output.outputs[0].token_ids),
+                    reason=output.outputs[0].finish_reason,
+                    cached=output.num_cached_tokens,
+                    params=output.kv_transfer_params,
+                )
+        if not outputs:
+            time.sleep(0.001)  # nothing but waiting for KV: leave the core to others
+
+    def told(self, do: str, **given: Any) -> None:
+        getattr(self, "do_" + do)(**given)
+
+    def do_add(self, name: str, prompt: list[int], tokens: int, params: dict[str, Any] | None) -> None:
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+
+    def do_abort(self, name: str) -> None:
+        self.engine.abort_request([name])
+        tell(event="aborted", name=name)
+
+    def do_state(self) -> None:
+        """Blocks that are held, and requests that the scheduler knows."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        free = pool.get_num_free_blocks()
+        tell(event="state", held=pool.num_gpu_blocks - 1 - free, requests=sorted(self.scheduler.requests))
+
+    def do_reset(self) -> None:
+        tell(event="reset", well=self.engine.reset_prefix_cache())
+
+
+if __name__ == "__main__":
+    model, transfer, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    Instance(model, transfer, **options).run()
