@@ -220,6 +220,12 @@ class Submissions:
             self._schedule()
         return made
 
+    def go_on(self) -> None:
+        """Submit what there is room for now, and not in a later turn: others hold the loop in this one."""
+        if self._turn is not None and not self._submitting and self._device.kind != "host":
+            self._turn.cancel()
+            self._submit()
+
     def promote(self, submission: Submission) -> None:
         """Somebody waits for it now."""
         if submission.urgent or submission.over:

@@ -28,7 +28,7 @@ from aiokv.proto.plan import GroupBlocks, Side
 __all__ = ["Batch", "Copies", "Part"]
 
 #: Chunks for a GPU are so many times larger: submitting one doesn't hold the loop for as long as it takes.
-_GPU_CHUNKS = 8
+_GPU_CHUNKS = 16
 #: A rate that no path of a GPU exceeds, in bytes a nanosecond; the poller corrects it by what it sees.
 _RATE = 60
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 
 from aiokv.errors import AiokvError
 from aiokv.offload.calls import Stored, Wanted
@@ -49,28 +48,33 @@ class Followers:
 
     async def over(self, progress: Progress, until: int | None) -> int:
         """Wait until a call's copies are over; how much of the prefix is there."""
-        async with self._following(progress):
-            try:
+        try:
+            if until is None:
+                await progress.over()
+            else:
                 async with asyncio.timeout(self._left(until)):
                     await progress.over()
-            except TimeoutError:
-                pass
+        except TimeoutError:
+            pass
+        finally:
+            await self._leave(progress)
         return progress.count
 
     async def steps(self, progress: Progress, until: int | None) -> AsyncIterator[int]:
         """Each time that more of the prefix is there: how much."""
         seen = 0
-        async with self._following(progress):
+        try:
             while True:
-                try:
-                    async with asyncio.timeout(self._left(until)):
-                        count = await progress.more(seen)
-                except TimeoutError:
-                    break
+                async with asyncio.timeout(self._left(until)):
+                    count = await progress.more(seen)
                 if count <= seen:
                     break
                 seen = count
                 yield count
+        except TimeoutError:
+            pass
+        finally:
+            await self._leave(progress)
 
     async def kept(self, progress: Progress, call: Stored, wanted: Wanted, until: int | None) -> int:
         """Wait for a store, and store again what failed; how much of the prefix is kept."""
@@ -106,19 +110,16 @@ class Followers:
                     cancelled = error
         return cancelled
 
-    @asynccontextmanager
-    async def _following(self, progress: Progress) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            alone = progress.leave()
-            for batch in alone:
-                if not batch.ended:
-                    self._stop(batch)
-            # What others have joined goes on; but while it does, it touches this caller's blocks.
-            cancelled = await self.drained([*progress.own, *alone])
-            if cancelled is not None:
-                raise cancelled
+    async def _leave(self, progress: Progress) -> None:
+        """Wait no longer for copies, but until they can't touch the caller's blocks any more."""
+        alone = progress.leave()
+        for batch in alone:
+            if not batch.ended:
+                self._stop(batch)
+        # What others have joined goes on; but while it does, it touches this caller's blocks.
+        left = [batch for batch in (*progress.own, *alone) if not batch.ended]
+        if left and (cancelled := await self.drained(left)) is not None:
+            raise cancelled
 
     def _left(self, until: int | None) -> float | None:
         return None if until is None else max(0.0, (until - self._clock()) / 1e9)

@@ -149,6 +149,9 @@ class Traffic:
             else:
                 runs.append((batch, 0, len(fresh)))
         self.counts.joined_blocks += len(places) - len(fresh)
+        if not fresh:
+            # When many come at once, the copies that they wait for would have to wait for all of them.
+            self._submissions.go_on()
         return self._followed(Progress.of(runs, own))
 
     def _join(
