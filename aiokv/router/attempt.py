@@ -202,7 +202,7 @@ class Attempt:
             Failed: There is none.
         """
         body = self._job.asked.for_decode(
-            self._params(do_remote_prefill=True, sources=[self.prefill.report.engine])
+            self._params(do_remote_prefill=True, remote_addresses=list(self.prefill.report.engines))
         )
         response = self._response = await self._post(self.decode, body)
         kind = response.headers.get("Content-Type", "application/json")

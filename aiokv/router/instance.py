@@ -67,7 +67,7 @@ class Instance:
         http: ``http://host:port``, where the router reaches the server.
         models: Names of the model that requests may use.
         fingerprint: What the KV of both instances of a request must have in common, layout and model.
-        engine: Address of the transfer engine; needed for ``prefill``.
+        engine: Address of the transfer engine, or of one for each rank; needed for ``prefill``.
         context: Tokens of prompt and answer, at most; 0: not known.
         load: What there is to do; called for each report, so it must be quick.
         interval: Seconds between reports (0.05 to 60). After three without one the instance is gone.
@@ -99,7 +99,7 @@ class Instance:
         http: str,
         models: Sequence[str],
         fingerprint: str,
-        engine: str = "",
+        engine: str | Sequence[str] = (),
         context: int = 0,
         load: Callable[[], Load] = Load,
         interval: float = 1.0,
@@ -133,7 +133,7 @@ class Instance:
             role=role,
             address="",
             http=http,
-            engine=engine,
+            engines=tuple(filter(None, [engine] if isinstance(engine, str) else engine)),
             models=tuple(models),
             fingerprint=fingerprint,
             context=context,

@@ -83,10 +83,11 @@ class Report(_Message, frozen=True, tag=1, kw_only=True):
     #: Counts this incarnation's reports.
     number: _Count
     role: Role
-    #: Where its control channel is reached, where its HTTP server is, and where its transfer engine is.
+    #: Where its control channel is reached, and where its HTTP server is.
     address: _Address
     http: _Address
-    engine: _Address
+    #: Where its transfer engines are, one for each rank.
+    engines: Annotated[tuple[_Address, ...], Meta(max_length=256)]
     #: Names of the model that it serves, and what its KV must have in common with that of its peers.
     models: Annotated[tuple[_Short, ...], Meta(min_length=1, max_length=64)]
     fingerprint: _Short

@@ -133,7 +133,7 @@ def _stop(stop: object) -> tuple[str, ...]:
 
 def _transfer(params: dict[str, Any]) -> dict[str, Any]:
     transfer, attempt = params.get("transfer_id"), params.get("attempt", 0)
-    deadline, sources = params.get("deadline", 60.0), params.get("sources", [])
+    deadline, sources = params.get("deadline", 60.0), params.get("remote_addresses", [])
     good = (
         isinstance(transfer, str)
         and transfer

@@ -211,7 +211,9 @@ def test_a_stop_that_only_begins_is_held_back_and_then_shown() -> None:
     assert text.ended
 
 
-@pytest.mark.parametrize("params", [None, 7, {}, {"transfer_id": 1}, {"transfer_id": "a", "sources": "x"}])
+@pytest.mark.parametrize(
+    "params", [None, 7, {}, {"transfer_id": 1}, {"transfer_id": "a", "remote_addresses": "x"}]
+)
 def test_a_request_that_came_by_no_router_is_refused(params: object) -> None:
     with pytest.raises(Refused) as caught:
         read({"prompt": "x", "kv_transfer_params": params}, chat=False, tokenizer=ByteTokenizer(), context=99)

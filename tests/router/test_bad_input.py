@@ -195,7 +195,7 @@ def report(**more: Any) -> Report:
         "role": "prefill",
         "address": "memory://liar",
         "http": "http://127.0.0.1:1",
-        "engine": "tcp://127.0.0.1:1",
+        "engines": ("tcp://127.0.0.1:1",),
         "models": ("scripted",),
         "fingerprint": "one",
         "context": 0,

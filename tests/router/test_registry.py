@@ -21,7 +21,7 @@ def report(who: int = 1, number: int = 1, **more: Any) -> Report:
         "role": "prefill",
         "address": f"memory://{who}",
         "http": f"http://127.0.0.1:{8000 + who}",
-        "engine": f"tcp://127.0.0.1:{9000 + who}",
+        "engines": (f"tcp://127.0.0.1:{9000 + who}",),
         "models": ("m",),
         "fingerprint": "f",
         "context": 0,
@@ -120,11 +120,11 @@ def test_another_process_at_the_same_address_takes_over_only_when_it_is_there() 
     assert list(registry.members) == [answer.member.incarnation]
 
 
-@pytest.mark.parametrize("field", ["role", "http", "models", "fingerprint", "engine", "address", "token"])
+@pytest.mark.parametrize("field", ["role", "http", "models", "fingerprint", "engines", "address", "token"])
 def test_what_an_incarnation_is_does_not_change(field: str) -> None:
     registry = Registry()
     joined(registry, 1)
-    other = {"role": "decode", "models": ("n",)}.get(field, "http://127.0.0.1:1")
+    other = {"role": "decode", "models": ("n",), "engines": ("n",)}.get(field, "http://127.0.0.1:1")
     answer = registry.report(report(1, 2, **{field: other}), S)
     assert answer.member is None and field in answer.why
     assert registry.next_at() == 3 * S  # and the spoofed report kept nobody alive
@@ -218,7 +218,7 @@ def test_an_http_address_that_cannot_be_meant_is_refused(url: str) -> None:
 
 
 def test_a_prefill_without_an_engine_is_refused() -> None:
-    assert "transfer engine" in Registry().report(report(1, engine=""), 0).why
+    assert "transfer engine" in Registry().report(report(1, engines=()), 0).why
 
 
 def test_load_tells_the_transfer_rate() -> None:

@@ -46,7 +46,8 @@ async def test_both_sides_get_the_body_as_it_came_but_for_what_is_set(pair: Rout
     assert "stream_options" not in prefill.body
     one, other = prefill.body["kv_transfer_params"], decode.body["kv_transfer_params"]
     assert one["transfer_id"] == other["transfer_id"] and one["attempt"] == other["attempt"] == 0
-    assert other["sources"] == [pair.router.registry.groups("scripted")[0].prefills[0].report.engine]
+    prefilling = pair.router.registry.groups("scripted")[0].prefills[0]
+    assert other["remote_addresses"] == list(prefilling.report.engines)
     assert one["do_remote_decode"] and other["do_remote_prefill"]
     assert 0 < other["deadline"] <= 600
 

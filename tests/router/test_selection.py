@@ -18,7 +18,7 @@ def member(number: int, busy: int = 0, served: int = 0) -> Member:
         role="prefill",
         address="",
         http=f"http://127.0.0.1:{8000 + number}",
-        engine="e",
+        engines=("e",),
         models=("m",),
         fingerprint="",
         context=0,
