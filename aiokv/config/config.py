@@ -66,8 +66,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tls_ca: File with the certificates of those who vouch for peers.
         insecure: Let ``bind`` be reached from other hosts by whoever is there.
         transports: Names of the data paths that may be used, best first; None: all that fit.
-        data_ports: Ports that data connections may come in at; none: any that is free. Text may
-            give a range: ``"7000-7009"``.
+        data_ports: Ports that data connections may come in at, at least one for each of ``tcp`` and
+            ``nccl``; none: any that is free. Text may give a range: ``"7000-7009"``.
         tcp_streams: Connections of each ``tcp`` link.
         contact: How long a peer may take to answer at first contact.
         heartbeat: How often peers with a live part in common ask each other for a sign of life.
@@ -81,6 +81,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         peers: Peers at most.
         chunk: Bytes that one submitted copy moves at most.
         window: Bytes of submitted copies that may be unfinished.
+        staging: Of a cache on a GPU: pinned memory that each ``shm`` and ``tcp`` link has at each end.
+        pinned: Of a cache on a GPU: what all ``shm`` links have of that at most, and all ``tcp`` links.
+        nccl_staging: Memory of the GPU that all ``nccl`` links share, for each direction.
 
     Raises:
         TypeError: A field of the wrong kind; the message names it.
@@ -110,6 +113,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     peers: int = _DEFAULT.peers
     chunk: int | str = _DEFAULT.chunk_bytes
     window: int | str = _DEFAULT.window_bytes
+    staging: int | str = _DEFAULT.staging_bytes
+    pinned: int | str = _DEFAULT.pinned_bytes
+    nccl_staging: int | str = _DEFAULT.nccl_staging_bytes
 
     def __post_init__(self) -> None:
         """Bring all fields into the form in which they are kept, and refuse what can't be meant."""
@@ -157,8 +163,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 self.bind, keys, allow, tls,
                 insecure=self.insecure, advertise=self.advertise, names=_FIELDS,
             )  # fmt: skip
-        with self._named("transports"):
-            checked_transports(self.transports, cache.device.kind)
+        with self._named("transports", "data_ports"):
+            chosen = checked_transports(self.transports, cache.device.kind)
+            checked_ports(self.data_ports, chosen)  # type: ignore[arg-type]
         return TransferEngine(
             cache,
             bind=self.bind,

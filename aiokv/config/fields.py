@@ -133,7 +133,7 @@ def _ports(name: str, value: object) -> tuple[int, ...]:
 
 
 DURATIONS = ("contact", "heartbeat", "liveness", "lease", "drain", "close", "tombstone")
-BYTES = ("chunk", "window")
+BYTES = ("chunk", "window", "staging", "pinned", "nccl_staging")
 COUNTS = ("tombstones", "parked_per_peer", "peers")
 TLS = ("tls_certificate", "tls_key", "tls_ca")
 _FLAGS = frozenset({"insecure"})

@@ -135,6 +135,8 @@ class CudaDevice:
     async def pinned(self, nbytes: int) -> PinnedBuffer:
         """New pinned memory of the host, made off the loop and piece by piece. The caller closes it.
 
+        Copies that aren't this device's own must not go across its pieces: see ``PinnedBuffer``.
+
         On Linux other processes can be given it by descriptor, as any ``HostBuffer``.
 
         Raises:

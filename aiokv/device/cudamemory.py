@@ -122,6 +122,10 @@ class PinnedBuffer:
     """Host memory that the GPU copies from and to by itself. Use ``CudaDevice.pinned`` or ``pin``.
 
     Whoever makes it closes it, which closes the host buffer, too.
+
+    It is pinned in pieces of 32 MiB, and CUDA refuses one DMA across the border of two (invalid argument). The
+    device's own copies are cut there. Whoever copies by other means, such as torch's ``copy_`` on a tensor
+    over ``view``, copies within a multiple of ``piece`` from the start at a time; kernels may go across.
     """
 
     def __init__(self, context: CudaContext, host: HostBuffer, *, readonly: bool = False) -> None:
@@ -130,7 +134,7 @@ class PinnedBuffer:
         self.readonly = readonly
         self._address = host.address
         self._pinned: list[int] = []
-        #: DMA stays within a multiple of so many bytes from the start.
+        #: No DMA may go across a multiple of so many bytes from the start.
         self.piece = PIECE
         flags = _PORTABLE | (_READ_ONLY if readonly else 0)
         runtime = context.cuda.runtime

@@ -9,6 +9,7 @@ from importlib import import_module
 from aiokv.control.address import Address
 from aiokv.control.choice import CHANNELS, scheme_of
 from aiokv.device.offloop import off_loop
+from aiokv.proto.settings import Settings
 from aiokv.transports.base import Transport
 from aiokv.transports.handshake import MAX_STREAMS, STREAMS
 
@@ -26,6 +27,8 @@ __all__ = [
 #: Transports that an engine uses by default, best first: with a cache in host memory, and on a GPU.
 TRANSPORTS = ("shm", "cma", "tcp")
 CUDA_TRANSPORTS = ("cuda_ipc", "nccl", "shm", "tcp")
+#: Those that take one of ``data_ports`` each.
+_LISTENING = ("nccl", "tcp")
 _NAMES = tuple(dict.fromkeys(TRANSPORTS + CUDA_TRANSPORTS))
 
 
@@ -87,12 +90,16 @@ def _name(transport: str | Transport) -> str:
     return transport.name
 
 
-def checked_ports(ports: Sequence[int]) -> tuple[int, ...]:
+def checked_ports(ports: Sequence[int], chosen: Sequence[str | Transport] = ()) -> tuple[int, ...]:
     """Ports that data connections may come in at; none: any that is free.
+
+    Args:
+        ports: The ports.
+        chosen: The transports that share them, where they are known.
 
     Raises:
         TypeError: They are no list of integers.
-        ValueError: One is none to listen at.
+        ValueError: One is none to listen at, or they are too few.
     """
     if isinstance(ports, str | bytes) or not isinstance(ports, Sequence):
         raise TypeError(f"data_ports is a list of port numbers, not {ports!r}")
@@ -101,6 +108,12 @@ def checked_ports(ports: Sequence[int]) -> tuple[int, ...]:
             raise TypeError(f"data_ports lists port numbers, not {port!r}")
         if not 0 < port < 2**16:
             raise ValueError(f"data_ports lists ports from 1 to 65535, not {port}")
+    listening = [each for each in chosen if each in _LISTENING]
+    if 0 < len(set(ports)) < len(listening):
+        raise ValueError(
+            f"data_ports has {len(set(ports))} port, and {' and '.join(map(str, listening))} take one each: "
+            f"list {len(listening)} or more, or leave one of them out of transports"
+        )
     return tuple(ports)
 
 
@@ -125,29 +138,35 @@ def transports_named(
     advertise: str | None = None,
     streams: int = STREAMS,
     kind: str = "host",
+    settings: Settings | None = None,
 ) -> list[Transport]:
     """Transports by name, or as the caller made them; see ``checked_transports``.
 
     Args:
         wanted: The transports.
-        ports: Where ``tcp`` may listen; none: at any free port.
+        ports: Where ``tcp`` and ``nccl`` may listen; none: at any free port.
         advertise: Control address that peers are told, whose host leads to ``tcp``, too.
         streams: Connections of each ``tcp`` link.
         kind: Of device memory, that they are for.
+        settings: How much staging memory they have.
     """
+    settings = settings or Settings()
     host = None if advertise is None else Address.parse(advertise, advertise.partition("://")[0]).host
     return [
-        _made(each, ports, host, streams, kind) if isinstance(each, str) else each
+        _made(each, ports, host, streams, kind, settings) if isinstance(each, str) else each
         for each in checked_transports(wanted, kind)
     ]
 
 
-def _made(name: str, ports: Sequence[int], host: str | None, streams: int, kind: str) -> Transport:
+def _made(
+    name: str, ports: Sequence[int], host: str | None, streams: int, kind: str, settings: Settings
+) -> Transport:
+    staging, pinned = settings.staging_bytes, settings.pinned_bytes
     match name:
         case "shm" if kind == "cuda":
             from aiokv.transports.staging_shm import StagedShmTransport
 
-            return StagedShmTransport()
+            return StagedShmTransport(staging, pinned)
         case "shm":
             from aiokv.transports.shm import ShmTransport
 
@@ -163,11 +182,11 @@ def _made(name: str, ports: Sequence[int], host: str | None, streams: int, kind:
         case "nccl":
             from aiokv.transports.nccl import NcclTransport
 
-            return NcclTransport(ports, host)
+            return NcclTransport(ports, host, staging=settings.nccl_staging_bytes)
         case _:
             from aiokv.transports.tcp import TcpTransport
 
-            return TcpTransport(ports, host, streams=streams)
+            return TcpTransport(ports, host, streams=streams, staging=staging, pinned=pinned)
 
 
 def host_of(address: str) -> str:

@@ -89,9 +89,9 @@ class TransferEngine:
         insecure: Let ``bind`` be reached from other hosts by whoever is there.
         transports: Which data paths may be used, best first: names, or transports made by the
             caller. By default all that fit the cache, best first.
-        data_ports: Ports that the data connections of ``tcp`` and ``nccl`` may come in at, of which each
-            takes the first that can be had (containers, NAT, firewalls); by default any that is free.
-            Peers reach them at the host of ``advertise``, where that is given.
+        data_ports: Ports that the data connections of ``tcp`` and ``nccl`` may come in at, at least one for
+            each, which takes the first that can be had (containers, NAT, firewalls); by default any that is
+            free. Peers reach them at the host of ``advertise``, where that is given.
         tcp_streams: Connections of each ``tcp`` link, 1 to 16; the lower of the two ends' numbers
             is used.
         settings: Timers and bounds.
@@ -145,7 +145,8 @@ class TransferEngine:
         self._trace = trace
         self._bind, self._advertise = bind, advertise
         self._chosen = checked_transports(transports, cache.device.kind)
-        self._data_ports, self._tcp_streams = checked_ports(data_ports), checked_streams(tcp_streams)
+        self._data_ports = checked_ports(data_ports, self._chosen)
+        self._tcp_streams = checked_streams(tcp_streams)
         #: The caller's channel; or ours, None until it is made.
         self._channel = channel
         #: What was chosen; empty until it is made.
@@ -209,6 +210,7 @@ class TransferEngine:
             advertise=self._advertise,
             streams=self._tcp_streams,
             kind=kind,
+            settings=self._settings,
         )
         started, faults = [], []
         for transport in self._transports:

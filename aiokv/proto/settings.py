@@ -50,6 +50,12 @@ class Settings:
             host memory (``Link.pace``) takes as many times more, here and in ``window_bytes``.
         window_bytes: Bytes of submitted copies that may be unfinished. What is submitted can't be
             called back, so this bounds how long an abort takes.
+        staging_bytes: Of a cache on a GPU: pinned memory of the host that each link over ``shm`` and
+            ``tcp`` has, at each end.
+        pinned_bytes: Of a cache on a GPU: what all links over ``shm`` have of that at most, and as
+            much those over ``tcp``; further links are refused. One is made in any case.
+        nccl_staging_bytes: Memory of the GPU that all links over ``nccl`` share, for what they send,
+            and as much for what they receive.
 
     Raises:
         TypeError: One is no integer.
@@ -68,6 +74,9 @@ class Settings:
     peers: int = 1_024
     chunk_bytes: int = 2 << 20
     window_bytes: int = 64 << 20
+    staging_bytes: int = 64 << 20
+    pinned_bytes: int = 8 << 30
+    nccl_staging_bytes: int = 128 << 20
 
     def __post_init__(self) -> None:
         """Refuse what is no number, and timers that contradict each other."""

@@ -23,6 +23,7 @@ from aiokv.device.base import Buffer, StagingDevice
 from aiokv.device.offloop import off_loop
 from aiokv.device.poller import CompletionPoller
 from aiokv.errors import AiokvError, ClosedError, DeviceError, LocalProtocolError, PeerLostError
+from aiokv.proto.settings import Settings
 from aiokv.transports.base import Link, PeerInfo
 from aiokv.transports.dialling import dial, host_of, listening
 from aiokv.transports.ends import keep_until_lost
@@ -48,7 +49,7 @@ _MAX_LINKS = 4096
 #: Bytes that are sent as one message at most, unless one block of the cache is longer. A message costs some
 #: 0.2 ms of both ends' time; between hosts, messages of 4 MiB reach two thirds of what these reach.
 _SLOT = 16 << 20
-_SLOTS = 8
+_STAGING_BYTES = Settings().nccl_staging_bytes
 #: How long the first communicator may take once the producer answered, in seconds: half of what a transfer
 #: may take by default, so that the next transport still has its chance.
 _PROOF_S = 15.0
@@ -73,7 +74,7 @@ class NcclTransport:
             that is free. NCCL's own take ports of the system's choice.
         advertise: Host name or address that consumers are told to dial, as of ``tcp``.
         staging: Bytes of device memory for chunks that are gathered, and as many for chunks that are
-            received; 64 MiB each by default. It is allocated at the start.
+            received; 128 MiB each by default. It is allocated at the start.
         idle_s: How long a communicator is kept that nothing goes over (seconds); one takes some 50 MB of
             device memory at each end.
         calls: NCCL; by default cupy's, imported when the transport starts.
@@ -87,7 +88,7 @@ class NcclTransport:
         ports: Sequence[int] = (),
         advertise: str | None = None,
         *,
-        staging: int = _SLOT * _SLOTS,
+        staging: int = _STAGING_BYTES,
         idle_s: float = 60.0,
         calls: Calls | None = None,
     ) -> None:

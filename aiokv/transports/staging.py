@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import io
 import logging
-import mmap
-import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,19 +18,29 @@ from typing import Protocol, cast
 
 from aiokv.device.base import Buffer, Event, StagingDevice, Stream
 from aiokv.device.cache import KVCache
-from aiokv.device.host import HostBuffer, available_bytes
+from aiokv.device.host import HostBuffer
 from aiokv.device.offloop import off_loop
 from aiokv.device.poller import CompletionPoller
 from aiokv.errors import CapacityError, DeviceError
 from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.proto.settings import Settings
 from aiokv.transports.patience import ended_within
 
-__all__ = ["STAGING_BYTES", "Gpu", "Pending", "Ring", "Staging", "map_shared", "shared", "split"]
+__all__ = [
+    "PINNED_BYTES",
+    "STAGING_BYTES",
+    "Gpu",
+    "Pending",
+    "Ring",
+    "Staging",
+    "split",
+]
 
 _log = logging.getLogger(__name__)
 
-#: Pinned memory of one link at one end, in bytes, unless something else is asked for.
-STAGING_BYTES = 64 << 20
+#: Pinned memory of one link at one end, in bytes, unless something else is asked for; and what all links of
+#: one transport pin at most: memory that nothing else on the host can use.
+STAGING_BYTES, PINNED_BYTES = Settings().staging_bytes, Settings().pinned_bytes
 #: What is moved at a time. Smaller slots cost more turns of the loop, larger ones more time before the
 #: first byte and after the last.
 _SLOT_BYTES = 8 << 20
@@ -43,8 +49,6 @@ _LEAST_SLOTS = 4
 _PAGE = 4096
 #: How many times the size of a ring here one of a peer's may have; as much as is usual in any case.
 _MOST_RINGS = 4
-#: What all links of one transport pin at most, in bytes: memory that nothing else on the host can use.
-_BUDGET_BYTES = 8 << 30
 #: How long closing waits for copies that are in flight, in seconds.
 _PATIENCE_S = 2.0
 
@@ -158,7 +162,7 @@ class Staging:
         budget: Bytes that all rings have at most; one is made in any case.
     """
 
-    def __init__(self, cache: KVCache, nbytes: int = STAGING_BYTES, budget: int = _BUDGET_BYTES) -> None:
+    def __init__(self, cache: KVCache, nbytes: int = STAGING_BYTES, budget: int = PINNED_BYTES) -> None:
         self.device = cast(Gpu, cache.device)
         # A piece of a plan, which can't be divided, is within one block of one layer.
         blocks = [group.block_bytes for group in cache.layout.groups]
@@ -198,7 +202,7 @@ class Staging:
         if self._pinned + nbytes > self._budget:
             raise CapacityError(
                 f"staging memory: {self._pinned} of the {self._budget} bytes that all links may have are in "
-                f"use, and one more needs {nbytes}; let `staging` be less, or fewer peers connect"
+                f"use, and one more needs {nbytes}; let `pinned` be more, or `staging` less"
             )
 
     async def ring(
@@ -348,48 +352,3 @@ class Pending:
         if self._failure is not None:
             raise self._failure
         return not self.left
-
-
-# -- memory that two processes have -----------------------------------------------------------------
-
-
-def shared(nbytes: int) -> HostBuffer:
-    """New memory, page aligned, that another process can map to be written, too; see ``map_shared``.
-
-    Raises:
-        CapacityError: There isn't so much.
-    """
-    available = available_bytes()
-    if available is not None and nbytes > available:  # the kernel would sooner end a process than say so
-        raise CapacityError(f"{nbytes} bytes of shared memory: only {available} are available")
-    file = None
-    try:
-        fd = os.memfd_create("aiokv-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        file = io.FileIO(fd, "r+")
-        os.posix_fallocate(fd, 0, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        mapping = _mapped(fd, nbytes)
-    except (OSError, ValueError) as error:
-        if file is not None:
-            file.close()
-        raise CapacityError(f"{nbytes} bytes of shared memory can't be had: {error}") from error
-    return HostBuffer(memoryview(mapping), file=file, mapping=mapping)
-
-
-def map_shared(fd: int, nbytes: int) -> HostBuffer:
-    """Map what another process's ``shared`` made, of which the descriptor stays the caller's.
-
-    Raises:
-        DeviceError: It is smaller, can be cut short, or can't be mapped.
-    """
-    try:
-        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK or os.fstat(fd).st_size < nbytes:
-            raise DeviceError(f"the shared memory is less than {nbytes} bytes, or could be cut short")
-        mapping = _mapped(fd, nbytes)
-    except (OSError, ValueError) as error:
-        raise DeviceError(f"the shared memory can't be mapped: {error}") from error
-    return HostBuffer(memoryview(mapping), mapping=mapping)
-
-
-def _mapped(fd: int, nbytes: int) -> mmap.mmap:
-    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)

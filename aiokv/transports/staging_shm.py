@@ -26,7 +26,8 @@ from aiokv.transports.ends import keep_until_lost
 from aiokv.transports.greeting import receive
 from aiokv.transports.handshake import Welcome
 from aiokv.transports.local import LocalEnd, LocalTransport, Offer
-from aiokv.transports.staging import STAGING_BYTES, Ring, Staging, map_shared, shared
+from aiokv.transports.staging import PINNED_BYTES, STAGING_BYTES, Ring, Staging
+from aiokv.transports.staging_shared import map_shared, shared
 from aiokv.transports.staging_shm_ends import ConsumerEnd, ProducerEnd
 
 __all__ = ["StagedShmTransport"]
@@ -44,11 +45,12 @@ class StagedShmTransport(LocalTransport):
 
     Args:
         staging: Bytes of pinned memory that each link takes, at each end.
+        pinned: Bytes that all links take here at most; one is made in any case.
     """
 
-    def __init__(self, staging: int = STAGING_BYTES) -> None:
+    def __init__(self, staging: int = STAGING_BYTES, pinned: int = PINNED_BYTES) -> None:
         super().__init__()
-        self._staging_bytes = staging
+        self._staging_bytes, self._pinned_bytes = staging, pinned
         #: None until started.
         self._staging: Staging | None = None
 
@@ -65,7 +67,7 @@ class StagedShmTransport(LocalTransport):
     def _offer(self, cache: KVCache) -> Offer:
         if cache.device.kind != "cuda":
             raise DeviceError(f"shm: {cache.device.kind} memory needs no staging")
-        self._staging = Staging(cache, self._staging_bytes)
+        self._staging = Staging(cache, self._staging_bytes, self._pinned_bytes)
         return Offer(_STAGED)
 
     def _withdraw(self) -> None:

@@ -24,7 +24,7 @@ from aiokv.transports.handshake import MAX_STREAMS, STREAMS, new_token
 from aiokv.transports.listener import Listener
 from aiokv.transports.receiver import Receiver
 from aiokv.transports.sender import Sender
-from aiokv.transports.staging import STAGING_BYTES, Ring, Staging
+from aiokv.transports.staging import PINNED_BYTES, STAGING_BYTES, Ring, Staging
 from aiokv.transports.staging_receiver import StagedReceiver
 from aiokv.transports.staging_sender import StagedSender
 from aiokv.transports.stream import StreamEnd
@@ -58,6 +58,7 @@ class TcpTransport:
         streams: Connections of each link, 1 to 16: what this end would like, and the most that it
             lets a consumer have. The lower of the two ends' numbers is used.
         staging: Bytes of pinned memory that each link takes here, where the cache is on a GPU.
+        pinned: Bytes that all links take at most; one is made in any case.
 
     Raises:
         ValueError: There can't be so many streams.
@@ -70,11 +71,12 @@ class TcpTransport:
         *,
         streams: int = STREAMS,
         staging: int = STAGING_BYTES,
+        pinned: int = PINNED_BYTES,
     ) -> None:
         if not 1 <= streams <= MAX_STREAMS:
             raise ValueError(f"a link has 1 to {MAX_STREAMS} streams, not {streams}")
         self._streams = streams
-        self._staging_bytes = staging
+        self._staging_bytes, self._pinned_bytes = staging, pinned
         self._ports = tuple(ports) or (0,)
         self._advertise = advertise
         self._started = False
@@ -117,7 +119,7 @@ class TcpTransport:
         self._description = _Description(told, port, new_token())
         self._listener = Listener(sock, self._description.token, streams=self._streams, admit=self._admit)
         if cache.device.kind == "cuda":
-            self._staging = Staging(cache, self._staging_bytes)
+            self._staging = Staging(cache, self._staging_bytes, self._pinned_bytes)
         self._started = True
 
     def _admit(self, socks: list[socket.socket], link: bytes) -> None:

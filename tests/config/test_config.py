@@ -34,6 +34,9 @@ WANTED: dict[str, Any] = {
     "tombstones": 12,
     "chunk": "1MiB",
     "window": "64MB",
+    "staging": "16MiB",
+    "pinned": "1GiB",
+    "nccl_staging": "256MiB",
 }
 
 
@@ -75,6 +78,9 @@ def test_text_and_numbers_are_kept_in_one_form() -> None:
         tombstones=12,
         chunk_bytes=1 << 20,
         window_bytes=64 * 10**6,
+        staging_bytes=16 << 20,
+        pinned_bytes=1 << 30,
+        nccl_staging_bytes=256 << 20,
     )
     assert config == Config(
         **{**WANTED, "contact": 60, "chunk": 1 << 20, "data_ports": [7000, 7001, 7002, 7010]}
@@ -144,6 +150,9 @@ def test_the_environment_is_read_only_when_asked_for_and_never_changed(
         ("window", "64M", ValueError, "window is a number with a unit of B, KiB, MiB, GiB, kB, MB, GB"),
         ("window", "0.3B", ValueError, "window is a whole number of bytes"),
         ("window", 1.5, TypeError, "window is an integer"),
+        ("staging", "64M", ValueError, "staging is a number with a unit"),
+        ("pinned", 0, ValueError, "pinned is an integer of at least 1"),
+        ("nccl_staging", -1, ValueError, "nccl_staging is an integer of at least 1"),
         ("peers", "7", TypeError, "peers is an integer"),
         ("peers", 0, ValueError, "peers is an integer of at least 1"),
         ("tcp_streams", 99, ValueError, "tcp_streams is a number from 1 to 16"),

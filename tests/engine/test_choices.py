@@ -25,6 +25,7 @@ from aiokv.engine.choices import (
     host_of,
     transports_named,
 )
+from aiokv.proto.settings import Settings
 from aiokv.testing.pairs import LAYOUT, transfer
 from aiokv.transports.memory import MemoryHub, MemoryTransport
 from aiokv.transports.tcp import TcpTransport
@@ -99,6 +100,24 @@ def test_ports_may_be_a_range() -> None:
 def test_what_is_no_number_of_streams_is_refused(streams: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"^tcp_streams is a"):
         checked_streams(streams)
+
+
+def test_too_few_ports_for_all_that_listen_are_refused() -> None:
+    for ports in ([7000], [7000, 7000]):
+        with pytest.raises(ValueError, match="data_ports has 1 port, and nccl and tcp take one each: list 2"):
+            checked_ports(ports, ["cuda_ipc", "nccl", "shm", "tcp"])
+    assert checked_ports([7000], ["shm", "tcp"]) == (7000,)
+    assert checked_ports([], ["nccl", "tcp"]) == ()
+    assert checked_ports([7000, 7001], ["nccl", "tcp"]) == (7000, 7001)
+
+
+def test_staging_memory_is_as_large_as_the_settings_say() -> None:
+    settings = Settings(staging_bytes=1 << 20, pinned_bytes=2 << 20, nccl_staging_bytes=3 << 20)
+    cuda_ipc, nccl, shm, tcp = transports_named(None, kind="cuda", settings=settings)
+    assert cuda_ipc.name == "cuda_ipc"
+    assert nccl._staging == 3 << 20
+    for each in (shm, tcp):
+        assert (each._staging_bytes, each._pinned_bytes) == (1 << 20, 2 << 20)
 
 
 @pytest.mark.asyncio

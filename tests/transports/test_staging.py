@@ -27,7 +27,8 @@ from aiokv.testing.fakecuda import FakeCuda
 from aiokv.transports.base import Transport
 from aiokv.transports.frames import pack
 from aiokv.transports.shm import ShmTransport
-from aiokv.transports.staging import Pending, Staging, map_shared, shared, split
+from aiokv.transports.staging import Pending, Staging, split
+from aiokv.transports.staging_shared import map_shared, shared
 from aiokv.transports.staging_shm import StagedShmTransport
 from aiokv.transports.staging_shm_ends import ProducerEnd
 from aiokv.transports.tcp import TcpTransport
