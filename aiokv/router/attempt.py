@@ -151,7 +151,8 @@ class Attempt:
             self._interrupt(Failed("instance_lost", fault, member, certain=True))
 
     def _interrupt(self, cause: Failed) -> None:
-        if not self._over and self._cause is None:
+        # Nothing more is to be said to a clock that has run out; what it ran out for comes out.
+        if not self._over and self._cause is None and not self._scope.expired():
             self._cause = cause
             self._scope.reschedule(self._loop.time())
 
@@ -167,7 +168,7 @@ class Attempt:
 
     def _wait_until(self, when: float) -> None:
         self._patient_until = min(when, self._job.deadline)
-        if self._cause is None:
+        if self._cause is None and not self._scope.expired():
             self._scope.reschedule(self._patient_until)
 
     def _moved(self) -> None:

@@ -134,6 +134,20 @@ async def test_deadlines_hold(pair: Routed, stream: bool) -> None:
 
 
 @pytest.mark.asyncio
+async def test_an_instance_that_is_gone_in_the_moment_of_the_deadline(pair: Routed) -> None:
+    for each in pair.servers:
+        each.mode = "hang"
+    asked = asyncio.ensure_future(pair.post(headers={"X-Request-Timeout": "0.3"}))
+    await came(*pair.servers)
+    (attempt,) = pair.router._wire.attempts
+    attempt._scope._on_timeout()  # what the loop calls when the time is over
+    pair.router._wire.gone(attempt.decode, "it was silent for three intervals")
+    status, answer = await asked
+    assert status == 504
+    assert answer["error"]["code"] in ("deadline", "first_token")
+
+
+@pytest.mark.asyncio
 async def test_a_deadline_in_the_middle_of_a_stream(pair: Routed) -> None:
     pair.decodes[0].mode = "stop"
     status, events = await pair.post(stream=True, headers={"X-Request-Timeout": "0.3"})
