@@ -31,6 +31,10 @@ __all__ = ["Batch", "Copies", "Part"]
 _GPU_CHUNKS = 16
 #: A rate that no path of a GPU exceeds, in bytes a nanosecond; the poller corrects it by what it sees.
 _RATE = 60
+#: What loads are taken to bring, in bytes a second, while none was measured; and what they take besides.
+_GUESS_GPU = 20e9
+_GUESS_HOST = 2e9
+_START_S = 200e-6
 
 
 @dataclass(slots=True, eq=False)
@@ -162,6 +166,11 @@ class Copies:
         self.waiting_bytes = {True: 0, False: 0}
         #: Time of the parts that are over, in sum.
         self.seconds = {True: 0.0, False: 0.0}
+
+    def expected_s(self, blocks: int) -> float:
+        """How long a load of so many blocks takes, in seconds, behind what waits already."""
+        rate = self.rates[False].value or (_GUESS_GPU if self._rate else _GUESS_HOST)
+        return _START_S + (blocks * self._pool.place_bytes + self.waiting_bytes[False]) / rate
 
     # -- beginning
 

@@ -16,8 +16,9 @@ from typing import cast
 import numpy as np
 
 from aiokv.errors import LocalProtocolError
+from aiokv.offload.judges import Judges
 from aiokv.offload.places import FreePlaces, ascending
-from aiokv.offload.policies import Admission, Key, Lru, Policy
+from aiokv.offload.policies import Admission, Key, Policy
 
 __all__ = ["BlockTable", "Offered"]
 
@@ -63,10 +64,8 @@ class BlockTable:
         removed: Callable[[Sequence[Key], str], None] | None = None,
         distrusted: Callable[[Exception], None] | None = None,
     ) -> None:
-        self._policy = policy
-        self._admission = admission
+        self._judges = Judges(policy, admission, there=self._there, distrusted=distrusted)
         self._on_removed = removed
-        self._on_distrusted = distrusted
         self._places: dict[Key, int] = {}
         self._free = FreePlaces()
         #: All of these by place. The key is None where nothing is, or where it was dropped while in use.
@@ -103,7 +102,7 @@ class BlockTable:
     @property
     def policy(self) -> Policy:
         """What orders the blocks now."""
-        return self._policy
+        return self._judges.policy
 
     def key_at(self, place: int) -> Key | None:
         """What is in a place; None if nothing, or what was dropped while in use."""
@@ -144,7 +143,7 @@ class BlockTable:
         found = cast("list[int]", places)
         self.pin(found)
         if found:
-            self._tell(lambda policy: policy.used(found, hit=True))
+            self._judges.used(found, hit=True)
         return found
 
     def pin(self, places: Sequence[int]) -> None:
@@ -182,7 +181,7 @@ class BlockTable:
         if gone:
             self._free.give(gone)
         if idle:
-            self._tell(lambda policy: policy.idle(idle))
+            self._judges.idle(idle)
 
     def _unpinned(self, places: Sequence[int]) -> list[int]:
         """Count down; those that nobody uses any more."""
@@ -227,12 +226,12 @@ class BlockTable:
         before = get(parent, -1) if parent is not None else -1
         lacking = [index for index, place in enumerate(places) if place < 0] if there else range(len(keys))
         found = Offered()
-        wanted = self._admitted(keys if not there else [keys[index] for index in lacking])
+        wanted = self._judges.admitted(keys if not there else [keys[index] for index in lacking])
         held = [*there, before] if before >= 0 and before not in there else there
         self.pin(held)
         try:
             if there:
-                self._tell(lambda policy: policy.used(there, hit=False))
+                self._judges.used(there, hit=False)
             if wanted > len(self._free):
                 found.evicted = self._evict(wanted - len(self._free))
             room = min(wanted, len(self._free))
@@ -275,9 +274,26 @@ class BlockTable:
 
     def reset(self) -> int:
         """Drop all; how many there were."""
-        return len(self.drop(list(self._places.values()), "reset"))
+        keys, places = list(self._places), list(self._places.values())
+        count = len(self._keys)
+        self._places.clear()
+        self._keys = [None] * count
+        self._parents = array("q", [-1]) * count
+        self._followers = array("i", [0]) * count
+        self._free = FreePlaces()
+        self._free.give(np.flatnonzero(np.frombuffer(self._pins, np.int32) == 0).tolist())
+        if keys:
+            self._gone(places, keys, "reset")
+        return len(keys)
 
     # -- inside
+
+    def _there(self) -> list[tuple[int, Key, bool]]:
+        """All blocks, and whether they may go."""
+        return [
+            (place, key, not self._pins[place] and not self._followers[place])
+            for key, place in self._places.items()
+        ]
 
     def _put(self, keys: Sequence[Key], places: Sequence[int]) -> None:
         """Enter new blocks, pending and in use by whoever writes them."""
@@ -292,7 +308,7 @@ class BlockTable:
         self.pending += len(places)
         self.in_use += len(places)
         if places:
-            self._tell(lambda policy: policy.stored(places, keys))
+            self._judges.stored(places, keys)
 
     def _link(self, places: Sequence[int], new: Sequence[int], before: int) -> None:
         """Say of each new block which one it continues."""
@@ -314,7 +330,7 @@ class BlockTable:
                 self._keys[place] = key
                 if (parent := self._parents[place]) >= 0:
                     self._followers[parent] += 1
-            self._distrust(error)
+            self._judges.distrust(error)
             return []
         for key in keys:
             del self._places[key]
@@ -324,7 +340,7 @@ class BlockTable:
 
     def _choose(self, count: int, taken: list[int], gone: list[Key]) -> None:
         pins, followers, keys, parents = self._pins, self._followers, self._keys, self._parents
-        policy, places, patience = self._policy, len(self._keys), 2 * len(self._keys) + 64
+        policy, places, patience = self.policy, len(self._keys), 2 * len(self._keys) + 64
         for victim in policy.victims():
             place = victim
             if not 0 <= place < places:
@@ -377,36 +393,10 @@ class BlockTable:
                 followers[place] = 0
         self._gone(places, keys, why)
         if idle:
-            self._tell(lambda policy: policy.idle(idle))
+            self._judges.idle(idle)
         self._free.give([place for place in places if not self._pins[place]])
 
     def _gone(self, places: Sequence[int], keys: Sequence[Key], why: str) -> None:
-        self._tell(lambda policy: policy.removed(places, keys, evicted=why == "evicted"))
+        self._judges.removed(places, keys, evicted=why == "evicted")
         if self._on_removed is not None:
             self._on_removed(keys, why)
-
-    def _admitted(self, keys: Sequence[Key]) -> int:
-        if self._admission is None or not keys:
-            return len(keys)
-        try:
-            return max(0, min(int(self._admission.admit(keys)), len(keys)))
-        except Exception as error:  # noqa: BLE001 - it costs places and nothing else
-            self._admission = None
-            if self._on_distrusted is not None:
-                self._on_distrusted(error)
-            return len(keys)
-
-    def _tell(self, what: Callable[[Policy], None]) -> None:
-        try:
-            what(self._policy)
-        except Exception as error:  # noqa: BLE001 - whatever a policy does, it costs hits and nothing else
-            self._distrust(error)
-
-    def _distrust(self, error: Exception) -> None:
-        """Go on with a policy that is known to work, and all that may go."""
-        self._policy = policy = Lru()
-        there = list(self._places.items())
-        policy.stored([place for _, place in there], [key for key, _ in there])
-        policy.idle([place for _, place in there if not self._pins[place] and not self._followers[place]])
-        if self._on_distrusted is not None:
-            self._on_distrusted(error)

@@ -14,10 +14,11 @@ from aiokv.device.cache import KVCache
 from aiokv.engine.arguments import BlockIds, checked_priority, checked_stream, seconds
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.leases import BlockLeases
-from aiokv.errors import AiokvError, ClosedError, LocalProtocolError
+from aiokv.errors import ClosedError, LocalProtocolError
 from aiokv.offload.agreement import agreed_on
 from aiokv.offload.calls import Stored, Wanted, checked_blocks, checked_hashes, checked_share
 from aiokv.offload.events import TierEvent
+from aiokv.offload.growth import Growth
 from aiokv.offload.lookup import Lookup
 from aiokv.offload.policies import Admission, Key, Policy, policy_named
 from aiokv.offload.pool import Pool
@@ -30,12 +31,6 @@ from aiokv.ranks import RankGroup
 __all__ = ["HostTier"]
 
 _log = logging.getLogger("aiokv")
-
-#: What loads are taken to bring, in bytes a second, while none was measured.
-_GUESS = {"cuda": 20e9}
-_GUESS_HOST = 2e9
-#: What a load takes besides, in seconds.
-_START_S = 200e-6
 
 
 class HostTier:
@@ -119,9 +114,9 @@ class HostTier:
         self._traffic: Traffic | None = None
         self._keeping = ExitStack()
         #: Makes the rest of the pool; None until entered.
-        self._growing: asyncio.Task[None] | None = None
-        #: Why the pool stayed smaller than it was to be; None while it didn't.
-        self._shortfall: AiokvError | None = None
+        self._growth: Growth | None = None
+        #: Closes everything; None until that was asked for.
+        self._closing: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
         size = f"{len(self._pool)} of {self._pool.places} blocks of {self._pool.place_bytes} bytes"
@@ -159,7 +154,7 @@ class HostTier:
             self._keeping = opening.pop_all()
         self._traffic = traffic
         self._state = "open"
-        self._growing = asyncio.get_running_loop().create_task(self._grow(traffic))
+        self._growth = Growth(self._pool, traffic.table.grow)
         return self
 
     async def __aexit__(
@@ -174,21 +169,29 @@ class HostTier:
         """Give up what is going on, wait until it is quiet, and give the memory back. May be called twice.
 
         What isn't quiet within the drain bound keeps its memory for the life of the process, and the cache
-        stays open; that is logged.
+        stays open; that is logged. Cancelled meanwhile, it goes on, and says so in the end.
         """
-        if self._state != "open":
-            return
-        traffic = self._opened()
-        self._state = "closing"
+        if self._state == "open":
+            traffic, self._state = self._opened(), "closing"
+            self._closing = asyncio.ensure_future(self._close(traffic))
+        cancelled: asyncio.CancelledError | None = None
+        while (closing := self._closing) is not None and not closing.done():
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+
+    async def _close(self, traffic: Traffic) -> None:
         self._generation += 1
-        if self._growing is not None:
-            self._growing.cancel()
-            await asyncio.wait([self._growing])
+        if self._growth is not None:
+            await self._growth.stop()
         batches = list(traffic.copies.batches)
         traffic.outdate()
         for batch in batches:
             traffic.copies.stop(batch, ClosedError("the host tier was closed"))
-        cancelled = await traffic.followers.drained(batches)
+        await traffic.followers.drained(batches)
         traffic.events.close()
         self._state = "closed"
         if traffic.copies.batches:
@@ -196,14 +199,7 @@ class HostTier:
             traffic.stop()
         else:
             self._keeping.close()
-            closing = asyncio.ensure_future(self._pool.close())
-            while not closing.done():
-                try:
-                    await asyncio.shield(closing)
-                except asyncio.CancelledError as error:
-                    cancelled = error
-        if cancelled is not None:
-            raise cancelled
+            await self._pool.close()
 
     async def grown(self) -> None:
         """Wait until the pool is as large as it is to be; it can be used before.
@@ -213,19 +209,9 @@ class HostTier:
             ClosedError: The tier was closed meanwhile.
         """
         self._opened()
-        if self._growing is not None:
-            await asyncio.wait([self._growing])
-        if self._shortfall is not None:
-            raise self._shortfall
+        if self._growth is not None:
+            await self._growth.wait()
         self._opened()
-
-    async def _grow(self, traffic: Traffic) -> None:
-        try:
-            while (segment := await self._pool.grow()) is not None:
-                traffic.table.grow(segment.places)
-        except AiokvError as error:
-            self._shortfall = error
-            _log.warning("%r stays as it is: %s", self, error)
 
     def _opened(self) -> Traffic:
         if self._traffic is None or self._state != "open":
@@ -447,9 +433,7 @@ class HostTier:
         tokens = n_tokens.__index__()
         if tokens <= 0 or not prefill_rate > 0:
             raise ValueError(f"n_tokens and prefill_rate are positive, not {n_tokens!r} and {prefill_rate!r}")
-        rate = traffic.copies.rates[False].value or _GUESS.get(self.cache.device.kind, _GUESS_HOST)
-        nbytes = tokens * self._pool.place_bytes / self.block_size + traffic.copies.waiting_bytes[False]
-        return bool(_START_S + nbytes / rate < tokens / prefill_rate)
+        return bool(traffic.copies.expected_s(-(-tokens // self.block_size)) < tokens / prefill_rate)
 
     def events(self) -> AsyncIterator[TierEvent]:
         """What is stored and removed from now on; ends when the tier is closed.

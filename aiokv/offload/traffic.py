@@ -24,11 +24,13 @@ from aiokv.offload.checksums import Checksums
 from aiokv.offload.copies import Batch, Copies, Part
 from aiokv.offload.events import BlocksRemoved, Events, stored
 from aiokv.offload.following import Followers
+from aiokv.offload.integrity import Integrity
 from aiokv.offload.manager import BlockTable
 from aiokv.offload.policies import Admission, Key, Policy
 from aiokv.offload.pool import Pool
 from aiokv.offload.progress import Progress, Run, runs_of
 from aiokv.offload.settings import TierSettings
+from aiokv.offload.snapshot import snapshot
 from aiokv.offload.statistics import TierCounts, TierStatistics
 from aiokv.proto.plan import GroupBlocks
 
@@ -90,6 +92,7 @@ class Traffic:
             clock=clock,
             over=self._on_over,
         )
+        self._integrity = Integrity(self.table, self.checksums, self._on_changed)
         #: Which store writes each pending place, and which of its blocks that is.
         self._storing: dict[int, tuple[Batch, int]] = {}
         #: Which load writes each block of the cache's first group.
@@ -288,10 +291,8 @@ class Traffic:
         self._blocked.pop(part, None)
         if not across:
             self.table.release(places)
-        elif self.checksums.known(batch.keys[part.lo : part.hi]):
-            self._look(batch, part, places)
         else:
-            self._loaded(batch, part, places)
+            self._integrity.look(batch, part, partial(self._loaded, batch, part, places))
 
     def _stored(self, batch: Batch, part: Part, places: Sequence[int], *, across: bool) -> None:
         for place in places:
@@ -305,8 +306,7 @@ class Traffic:
                 call, indices = batch.call, batch.indices[part.lo : part.hi]
                 for event in stored(call.hashes, call.parent, call.block_size, call.tokens, indices):
                     self.events.tell(event)
-            for place in self.checksums.sampled(there):
-                self._hash(place)
+            self._integrity.stored(there)
         for waiting, load in list(self._blocked.items()):
             self._unblock(load, waiting)
 
@@ -319,49 +319,13 @@ class Traffic:
             else:
                 self.copies.stop(load, DeviceError("the store that this load waited for did not succeed"))
 
-    def _hash(self, place: int) -> None:
-        key = self.table.key_at(place)
-        self.table.pin([place])
-
-        def made(_: bool) -> None:
-            if self.table.key_at(place) is None:
-                self.checksums.forget([key])
-            self.table.release([place])
-
-        self.checksums.make(key, place, made)
-
-    def _look(self, batch: Batch, part: Part, places: Sequence[int]) -> None:
-        """Look whether the blocks of a part are what they were when they were stored."""
-        batch.checking += 1
-        left = len(places)
-        bad: list[int] = []
-
-        def looked(place: int, fine: bool) -> None:
-            nonlocal left
-            left -= 1
-            if not fine:
-                bad.append(place)
-            if left:
-                return
-            batch.checking -= 1
-            if not bad:
-                self._loaded(batch, part, places)
-                return
-            _log.error("host tier: %d blocks had changed since they were stored", len(bad))
-            self.table.drop(bad)
-            self.table.release(places)
-            self.copies.stop(batch, DeviceError("a block had changed since it was stored"))
-            # What comes before the first of them is good.
-            batch.landed = max(batch.landed, batch.good_up_to(part, min(places.index(each) for each in bad)))
-            batch.bell.ring()
-
-        for place, key in zip(places, batch.keys[part.lo : part.hi], strict=True):
-            self.checksums.check(key, place, partial(looked, place))
-
     def _loaded(self, batch: Batch, part: Part, places: Sequence[int]) -> None:
         self.table.release(places)
         self.counts.loaded_blocks += len(places)
         batch.arrived(part)
+
+    def _on_changed(self, load: Batch) -> None:
+        self.copies.stop(load, DeviceError("a block had changed since it was stored"))
 
     def _on_removed(self, keys: Sequence[Key], why: str) -> None:
         self.checksums.forget(keys)
@@ -380,39 +344,8 @@ class Traffic:
 
     def statistics(self) -> TierStatistics:
         """See ``HostTier.statistics``."""
-        counts, table, copies = self.counts, self.table, self.copies
-        size = self._pool.place_bytes
-        return TierStatistics(
-            lookups=counts.lookups,
-            hit_blocks=counts.hit_blocks,
-            miss_blocks=counts.miss_blocks,
-            joined_blocks=counts.joined_blocks,
-            loaded_blocks=counts.loaded_blocks,
-            stored_blocks=counts.stored_blocks,
-            bytes_loaded=counts.loaded_blocks * size,
-            bytes_stored=counts.stored_blocks * size,
-            load_seconds=copies.seconds[False],
-            store_seconds=copies.seconds[True],
-            load_rate=copies.rates[False].value,
-            store_rate=copies.rates[True].value,
-            evicted_blocks=counts.evicted_blocks,
-            refused_blocks=counts.refused_blocks,
-            dropped_blocks=counts.dropped_blocks,
-            failed_copies=counts.failed_copies,
-            policy_faults=counts.policy_faults,
-            checksums_checked=self.checksums.checked,
-            checksum_failures=self.checksums.failed,
-            canary=not self.checksums.failed,
-            loads_queued=self._submissions.queued(urgent=True),
-            stores_queued=self._submissions.queued(urgent=False),
-            copies=len(copies.batches),
-            blocks_leased=self._leases.held(),
-            places=table.capacity,
-            places_wanted=self._pool.places,
-            places_used=table.capacity - table.free,
-            places_pinned=table.in_use,
-            places_pending=table.pending,
-            pool_bytes=self._pool.nbytes,
+        return snapshot(
+            self.counts, self.table, self.copies, self.checksums, self._submissions, self._leases, self._pool
         )
 
 
