@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from aiokv.errors import LocalProtocolError
-from aiokv.offload.manager import BlockTable, Offered
+from aiokv.offload.manager import BlockTable
+from aiokv.offload.offered import Offered
 from aiokv.offload.policies import Arc, Key, Lru, Policy, SecondSight
 
 

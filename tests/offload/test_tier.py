@@ -530,6 +530,22 @@ async def test_closing_with_copies_on_their_way(kind: str, seed: int) -> None:
             await kit.found(["c"])
 
 
+@pytest.mark.asyncio
+async def test_closing_goes_on_when_it_is_cancelled(seed: int) -> None:
+    async with tier_on("mocked", seed, stepping=False) as kit:
+        storing = asyncio.ensure_future(kit.tier.store(names("b", 8), list(range(8, 16))))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        closing = asyncio.ensure_future(kit.tier.aclose())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await _run(kit, closing)
+        assert await storing in (0, 4, 8)
+        kit.cache.close()
+
+
 # -- bad input
 
 
