@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from itertools import chain
 from statistics import median
+from typing import Any
 
 import uvloop
 
@@ -35,12 +36,13 @@ _REQUESTS = 8
 _SHARING = 50
 #: By name the KV heads of a rank: fragments are of K, or of V, of a block of 16 tokens.
 _LAYOUTS = {"Llama-3-8B, fragments of 32 KiB": 8, "fragments of 8 KiB": 2}
-#: Ways of copying, by what they are called here; None is what aiokv chooses.
-_WAYS = {
+#: Ways of copying, by what they are called here: what a device is made with; None is the usual one.
+_WAYS: dict[str, dict[str, Any] | None] = {
     "aiokv": None,
-    "cudaMemcpyAsync for each": "plain",
-    "cudaMemcpyBatchAsync": "batch",
-    "kernel, 8 blocks": "kernel",
+    "aiokv, 96 MiB of staging": {"staging_bytes": 96 << 20},
+    "cudaMemcpyAsync for each": {"path": "plain"},
+    "cudaMemcpyBatchAsync": {"path": "batch"},
+    "kernel, 8 blocks": {"path": "kernel"},
 }
 _SEED = 3
 
@@ -93,11 +95,11 @@ def _pcie(gpu: Gpu, nbytes: int, rounds: int) -> Times:
 
 
 async def _way(
-    gpu: Gpu, path: str | None, heads: int, requests: int, rounds: int, report: Report | None
+    gpu: Gpu, made: dict[str, Any] | None, heads: int, requests: int, rounds: int, report: Report | None
 ) -> tuple[Times, int]:
     """One way of copying: times, and bytes of a batch. Where there is a report, also requests that share."""
     blocks = 3 * requests * _TOKENS // BLOCK_TOKENS
-    device = gpu.device if path is None else await asyncio.to_thread(CudaDevice, path=path, cuda=gpu.cuda)
+    device = gpu.device if made is None else await asyncio.to_thread(CudaDevice, cuda=gpu.cuda, **made)
     llama = Llama(gpu, blocks, heads=heads, device=device)
     batch = _Batch(requests, blocks)
     llama.fill(_SEED)
@@ -114,11 +116,11 @@ async def _way(
         for floats in llama.tensors:
             tensor = floats.view(gpu.torch.int16)  # drawn at random, some are no numbers
             if not gpu.torch.equal(tensor[:, here], tensor[:, there]):
-                raise RuntimeError(f"other bytes came back, by {path}")
+                raise RuntimeError(f"other bytes came back, by {made}")
         if report is not None:
             await _sharing(report, tier, batch.hashes[0], batch.there[0], rounds)
     llama.cache.close()
-    if path is not None:
+    if made is not None:
         await asyncio.to_thread(device.close)
     return found, batch.count * size
 
@@ -153,9 +155,9 @@ async def _run(report: Report, options: Options) -> None:
         for layout, heads in _LAYOUTS.items():
             times: dict[str, Times] = {}
             nbytes = 0
-            for way, path in _WAYS.items():
+            for way, made in _WAYS.items():
                 first = way == "aiokv" and heads == max(_LAYOUTS.values())
-                times[way], nbytes = await _way(gpu, path, heads, requests, rounds, report if first else None)
+                times[way], nbytes = await _way(gpu, made, heads, requests, rounds, report if first else None)
             times["one DMA of as many bytes"] = _pcie(gpu, nbytes, rounds)
             for way, (puts, gets) in times.items():
                 report.row(
