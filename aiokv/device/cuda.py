@@ -16,6 +16,7 @@ from aiokv.device.cudalibrary import CaptureMode, Cuda, load
 from aiokv.device.cudameasure import measured
 from aiokv.device.cudamemory import CudaBuffer, PinnedBuffer, allocate, pin
 from aiokv.device.cudastream import CudaContext, CudaEvent, CudaStream, adopted
+from aiokv.device.gate import Gate, gated
 from aiokv.device.host import HostBuffer
 from aiokv.device.offloop import off_loop
 from aiokv.errors import DeviceError
@@ -61,6 +62,8 @@ class CudaDevice:
             raise ValueError(f"path is one of {', '.join(PATHS)}, not {path!r}")
         self.ordinal = ordinal
         self.context = CudaContext(cuda or load(), ordinal)
+        #: Keeps what waits for the whole GPU apart from what waits on it for other processes.
+        self.gate = Gate()
         #: Where its memory is, as torch names it.
         self.place = f"cuda:{ordinal}"
         try:
@@ -142,7 +145,7 @@ class CudaDevice:
         Raises:
             CapacityError: There isn't so much, or so much can't be pinned.
         """
-        return await off_loop(partial(self._pinned, nbytes), "aiokv-pin")
+        return await off_loop(gated(self, partial(self._pinned, nbytes)), "aiokv-pin")
 
     async def pin(self, host: HostBuffer, *, readonly: bool = False) -> PinnedBuffer:
         """Pin host memory that there is, off the loop. It then belongs to what is returned.
@@ -155,7 +158,7 @@ class CudaDevice:
             CapacityError: So much can't be pinned.
             DeviceError: It can't be pinned.
         """
-        return await off_loop(partial(self.pin_now, host, readonly=readonly), "aiokv-pin")
+        return await off_loop(gated(self, partial(self.pin_now, host, readonly=readonly)), "aiokv-pin")
 
     def pin_now(self, host: HostBuffer, *, readonly: bool = False) -> PinnedBuffer:
         """The same, at once; blocks."""

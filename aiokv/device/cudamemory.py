@@ -123,9 +123,9 @@ class PinnedBuffer:
 
     Whoever makes it closes it, which closes the host buffer, too.
 
-    It is pinned in pieces of 32 MiB, and CUDA refuses one DMA across the border of two (invalid argument). The
-    device's own copies are cut there. Whoever copies by other means, such as torch's ``copy_`` on a tensor
-    over ``view``, copies within a multiple of ``piece`` from the start at a time; kernels may go across.
+    It is pinned in pieces of 32 MiB, and CUDA refuses one DMA across the border of two (invalid argument).
+    The device's own copies are cut there. Whoever copies by other means, such as torch's ``copy_`` of a
+    tensor over ``view``, stays within a multiple of ``piece`` from the start; kernels may go across.
     """
 
     def __init__(self, context: CudaContext, host: HostBuffer, *, readonly: bool = False) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aiokv.device.base import Buffer, Stream
+from aiokv.device.gate import Gate
 from aiokv.device.hazards import Access
 from aiokv.device.mocked import MockedDevice, MockedStream
 from aiokv.device.mockedbuffer import MockedBuffer
@@ -49,6 +50,7 @@ class StagingMockedDevice(MockedDevice):
 
     def __init__(self, seed: int | None = None, *, raises: bool = False, name: str = "device") -> None:
         super().__init__(seed, raises=raises, name=name)
+        self.gate = Gate()
         self._allocated: list[MockedBuffer] = []
 
     def allocate(self, nbytes: int) -> MockedBuffer:

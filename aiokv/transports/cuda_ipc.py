@@ -32,6 +32,7 @@ import msgspec
 
 from aiokv.device.base import Buffer, Device, Event, Stream
 from aiokv.device.cache import KVCache
+from aiokv.device.gate import gated
 from aiokv.device.offloop import off_loop
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.proto.plan import Chunk, CopyPlan
@@ -109,6 +110,8 @@ class CudaIpcTransport(LocalTransport):
         #: None until started.
         self._driver: IpcDriver | None = None
         self._mappings: Mappings | None = None
+        #: Of the cache.
+        self._device: Device | None = None
         self._offered = Offer(b"")
         #: Device memory that only carries the nonce; 0 while there is none.
         self._nonce_at = 0
@@ -128,14 +131,15 @@ class CudaIpcTransport(LocalTransport):
             raise DeviceError(
                 f"cuda_ipc: the cache is {cache.device.kind} memory; only a GPU's can be mapped"
             )
-        ordinal = cast(_Gpu, cache.device).ordinal
-        sharing = off_loop(partial(_share, self._make_driver, ordinal, cache.buffers), "aiokv-cuda-ipc")
+        device = cast(_Gpu, cache.device)
+        share = partial(_share, self._make_driver, device.ordinal, cache.buffers)
+        sharing = off_loop(gated(device, share), "aiokv-cuda-ipc")
         try:
             driver, self._nonce_at, shared = await asyncio.shield(sharing)
         except asyncio.CancelledError:
             sharing.add_done_callback(_take_back)
             raise
-        self._driver, self._mappings = driver, Mappings(driver)
+        self._driver, self._mappings, self._device = driver, Mappings(driver, device), device
         try:
             extra = msgspec.msgpack.encode(shared)
             if len(extra) > MAX_EXTRA:
@@ -151,7 +155,8 @@ class CudaIpcTransport(LocalTransport):
 
     def _withdraw(self) -> None:
         if self._nonce_at and self._driver is not None:
-            self._freeing = off_loop(partial(self._driver.free, self._nonce_at), "aiokv-cuda-ipc")
+            free = gated(self._device, partial(self._driver.free, self._nonce_at))
+            self._freeing = off_loop(free, "aiokv-cuda-ipc")
             self._freeing.add_done_callback(_seen)
             self._nonce_at = 0
 

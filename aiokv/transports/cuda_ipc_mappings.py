@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from aiokv.device.gate import gated
 from aiokv.device.offloop import off_loop
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.transports.cuda_ipc_driver import Allocation, IpcDriver
@@ -17,6 +18,9 @@ __all__ = ["Mapped", "Mappings", "Wanted"]
 
 #: How long closing waits for calls of the driver, in seconds.
 _PATIENCE_S = 2.0
+
+
+_T = TypeVar("_T")
 
 
 class Wanted(NamedTuple):
@@ -60,10 +64,12 @@ class Mappings:
 
     Args:
         driver: What opens them.
+        device: Whose gate the calls go through.
     """
 
-    def __init__(self, driver: IpcDriver) -> None:
+    def __init__(self, driver: IpcDriver, device: object) -> None:
         self._driver = driver
+        self._device = device
         self._known: dict[Wanted, Mapped] = {}
         #: Threads that open or close.
         self._busy: set[asyncio.Future[Any]] = set()
@@ -83,8 +89,7 @@ class Mappings:
         """
         new = [each for each in wanted if each not in self._known]
         if new:
-            opening = off_loop(partial(_open, self._driver, new), "aiokv-cuda-ipc")
-            self._keep(opening)
+            opening = self._call(partial(_open, self._driver, new))
             for place, each in enumerate(new):
                 self._known[each] = Mapped(each, opening, place)
         found = [self._known[each] for each in wanted]
@@ -106,10 +111,9 @@ class Mappings:
         Raises:
             DeviceError: They can't be read.
         """
-        reading = off_loop(partial(self._driver.read, mapped.base, nbytes), "aiokv-cuda-ipc")
+        reading = self._call(partial(self._driver.read, mapped.base, nbytes))
         mapped.users += 1
         reading.add_done_callback(lambda _: self.release((mapped,)))
-        self._keep(reading)
         return await asyncio.shield(reading)
 
     def release(self, mapped: Sequence[Mapped]) -> None:
@@ -128,11 +132,14 @@ class Mappings:
     def _close(self, mapped: Sequence[Mapped], opening: asyncio.Future[list[int]]) -> None:
         bases = [each.base for each in mapped if each.base and not each.wanted.own]
         if bases:
-            self._keep(off_loop(partial(_close_all, self._driver, bases), "aiokv-cuda-ipc"))
+            _ = self._call(partial(_close_all, self._driver, bases))
 
-    def _keep(self, work: asyncio.Future[Any]) -> None:
-        self._busy.add(work)
-        work.add_done_callback(self._over)
+    def _call(self, work: Callable[[], _T]) -> asyncio.Future[_T]:
+        """In a thread, and not while the device is busy with what such a call would wait for."""
+        calling = off_loop(gated(self._device, work), "aiokv-cuda-ipc")
+        self._busy.add(calling)
+        calling.add_done_callback(self._over)
+        return calling
 
     def _over(self, work: asyncio.Future[Any]) -> None:
         self._busy.discard(work)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import msgspec
 
 from aiokv.device.base import Buffer, StagingDevice
+from aiokv.device.gate import Gate, gated
 from aiokv.device.offloop import off_loop
 from aiokv.device.poller import CompletionPoller
 from aiokv.errors import AiokvError, ClosedError, DeviceError, LocalProtocolError, PeerLostError
@@ -165,7 +166,7 @@ class NcclTransport:
             return memory
 
         try:
-            memory = self._memory = await off_loop(bring_up, "aiokv-nccl-start")
+            memory = self._memory = await off_loop(gated(device, bring_up), "aiokv-nccl-start")
         except AiokvError as error:
             raise DeviceError(f"nccl: {error}") from error
         outgoing, incoming = (
@@ -173,7 +174,8 @@ class NcclTransport:
         )
         context = getattr(device, "context", None)
         current = nullcontext if context is None else context.current
-        return Home(calls, device, CompletionPoller(loop), outgoing, incoming, self._idle_s, current)
+        gate = getattr(device, "gate", None) or Gate()
+        return Home(calls, device, CompletionPoller(loop), outgoing, incoming, self._idle_s, gate, current)
 
     def _relieve(self) -> None:
         if self._home is not None:
@@ -258,7 +260,7 @@ class NcclTransport:
         self._accepted.clear()
         memory, self._memory = self._memory, None
         if memory is not None and not home.ends and not home.lingering:  # or the threads that hang keep it
-            freeing = off_loop(lambda: _free(memory), "aiokv-nccl-free")
+            freeing = off_loop(gated(home.device, lambda: _free(memory)), "aiokv-nccl-free")
             if await ended_within(_CLOSE_S, {freeing}, "nccl"):
                 freeing.result()
             else:

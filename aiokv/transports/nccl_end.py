@@ -152,6 +152,7 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
         home = self._home
         making = self._making = Making(
             home.calls,
+            home.gate,
             home.device.ordinal,
             home.current,
             self._stream,
@@ -181,12 +182,13 @@ class NcclEnd(LinkEnd, abc.ABC, Generic[_Unit]):
         self._up()
 
     def _abort(self, comm: Communicator) -> None:
-        home = self._home
+        home, idle = self._home, not self._flights
 
         def abort(kept: Home = home) -> None:
             """If it never returns, the staging memory may be written for ever, and so is kept."""
             home.calls.use(home.device.ordinal)
-            comm.abort()
+            with home.gate.call(waits=idle):
+                comm.abort()
 
         def ended(future: asyncio.Future[None]) -> None:
             future.exception()  # nothing can be done about it

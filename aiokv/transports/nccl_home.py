@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from aiokv.device.base import StagingDevice
+from aiokv.device.gate import Gate
 from aiokv.device.poller import CompletionPoller
 from aiokv.transports.nccl_calls import Calls, Current
 from aiokv.transports.nccl_staging import Pool
@@ -35,6 +36,8 @@ class Home:
     incoming: Pool
     #: How long a communicator is kept that is not used, in seconds.
     idle_s: float
+    #: Of the device: closed while somebody makes a call that may wait for all that is in flight on it.
+    gate: Gate
     #: Makes the device the calling thread's.
     current: Current = nullcontext
     #: Names that no communicator was made under: NCCL waits under each until somebody comes.

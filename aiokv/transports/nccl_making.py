@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from aiokv.device.base import Event, Stream
+from aiokv.device.gate import Gate
 from aiokv.device.offloop import off_loop
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.transports.nccl_calls import Calls, Communicator, Current
@@ -32,6 +33,7 @@ class Making:
 
     Args:
         calls: NCCL.
+        gate: Of the GPU.
         ordinal: The GPU.
         current: Makes it current where the communicator is used.
         stream: The link's, with nothing on it.
@@ -45,6 +47,7 @@ class Making:
     def __init__(
         self,
         calls: Calls,
+        gate: Gate,
         ordinal: int,
         current: Current,
         stream: Stream,
@@ -55,6 +58,7 @@ class Making:
         nonce: bytes,
     ) -> None:
         self._calls = calls
+        self._gate = gate
         self._ordinal = ordinal
         self._current = current
         self._stream = stream
@@ -64,7 +68,8 @@ class Making:
         self._name = name
         self._nonce = nonce
         self._abandoned = False
-        #: The constructor has returned, or raised.
+        #: The constructor was called; and it has returned, or raised.
+        self._begun = False
         self._met = False
 
     def begin(self) -> asyncio.Future[Communicator]:
@@ -89,12 +94,20 @@ class Making:
         until = time.monotonic() + _LAST_S
         while not self._met and time.monotonic() < until:
             time.sleep(_LAST_S / 20)
-        if not self._met:
+        if self._begun and not self._met:
             self._calls.use(self._ordinal)
-            self._calls.communicator(self._name, PRODUCER).abort()
+            with self._gate.call(waits=False):
+                self._calls.communicator(self._name, PRODUCER).abort()
 
     def _run(self) -> Communicator:
+        with self._gate.call():
+            return self._make()
+
+    def _make(self) -> Communicator:
         self._calls.use(self._ordinal)
+        if self._abandoned:
+            raise PeerLostError("given up before it was begun")
+        self._begun = True
         try:
             made = self._calls.communicator(self._name, self._rank, current=self._current)
         finally:

@@ -60,6 +60,8 @@ class _Chunk:
     src: Sequence[Buffer]
     sent: Sent
     slot: Slot | None = None
+    #: It was posted as the first of its flight, and has to leave the gate.
+    posted: bool = False
 
 
 class NcclSender(NcclEnd[_Chunk]):
@@ -146,6 +148,8 @@ class NcclSender(NcclEnd[_Chunk]):
         if comm is None:
             self._wake()
             return
+        if not self._credits or not self._home.gate.enter(self._pump):
+            return
         units: list[_Chunk] = []
         ranges: list[tuple[int, int]] = []
         said: list[Said] = []
@@ -169,15 +173,14 @@ class NcclSender(NcclEnd[_Chunk]):
             units.append(unit)
             ranges += where
             said.append(Announced(unit.tag, unit.chunk, tuple(nbytes for _, nbytes in where)))
-        if not units:
-            return
-        if (
-            self._comm is not comm
-        ):  # the stream takes no event: nobody will ever know when their gathers are over
-            self._flights.append(units)
+        if not units or self._comm is not comm:
+            self._home.gate.leave()
+            if units:  # the stream takes no event: nobody will ever know when their gathers are over
+                self._flights.append(units)
             for unit in units:
                 unit.sent.fail(self.dying_error())
             return
+        units[0].posted = True
         try:
             comm.send(ranges, self._handle)
         except DeviceError as error:
@@ -225,6 +228,8 @@ class NcclSender(NcclEnd[_Chunk]):
     def _landed(self, units: list[_Chunk]) -> None:
         for unit in units:
             unit.sent.flying -= 1
+            if unit.posted:
+                self._home.gate.leave()
             if unit.slot is not None:
                 self._free.append(unit.slot)
 

@@ -18,6 +18,7 @@ from typing import Protocol, cast
 
 from aiokv.device.base import Buffer, Event, StagingDevice, Stream
 from aiokv.device.cache import KVCache
+from aiokv.device.gate import gated
 from aiokv.device.host import HostBuffer
 from aiokv.device.offloop import off_loop
 from aiokv.device.poller import CompletionPoller
@@ -250,7 +251,7 @@ class Staging:
     def _pin(self, make: Callable[[int], HostBuffer], nbytes: int) -> asyncio.Future[PinnedMemory]:
         self.check(nbytes)
         self._pinned += nbytes
-        pinning = off_loop(partial(_pinned, self.device, make, nbytes), "aiokv-pin")
+        pinning = off_loop(gated(self.device, partial(_pinned, self.device, make, nbytes)), "aiokv-pin")
         self._pinning.add(pinning)
         pinning.add_done_callback(partial(self._over, nbytes))
         return pinning
@@ -271,7 +272,7 @@ class Staging:
 
     def _give_back(self, ring: Ring) -> None:
         self._rings.discard(ring)
-        closing = off_loop(ring.memory.close, "aiokv-unpin")
+        closing = off_loop(gated(self.device, ring.memory.close), "aiokv-unpin")
         self._closing.add(closing)
         closing.add_done_callback(partial(self._given_back, ring.memory.nbytes))
 

@@ -7,6 +7,7 @@ import threading
 
 from aiokv.device.base import Buffer
 from aiokv.device.cache import KVCache
+from aiokv.device.gate import Gate
 from aiokv.device.mocked import MockedBuffer, MockedDevice
 from aiokv.errors import DeviceError
 from aiokv.proto.layout import CacheLayout
@@ -24,6 +25,7 @@ class FakeCuda(MockedDevice):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
+        self.gate = Gate()
         self.memory: list[MockedBuffer] = []
 
     def allocate(self, nbytes: int) -> MockedBuffer:

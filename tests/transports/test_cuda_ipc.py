@@ -429,3 +429,30 @@ async def test_what_was_enqueued_of_a_copy_that_failed_keeps_the_memory_mapped(s
             read.done()
         await path.consumer.transport.aclose()
         assert sorted(kit.driver.closed) == sorted(kit.driver.opened)
+
+
+@pytest.mark.asyncio
+async def test_memory_is_mapped_and_unmapped_while_nothing_on_the_gpu_waits_for_a_process(seed: int) -> None:
+    """Where such a call waits for the GPU, what is on it must end by itself."""
+    async with IpcKit(seed) as kit:
+        producer, consumer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
+        gate, opened = kit.device.gate, len(kit.driver.opened)
+        assert gate.enter(print)
+        connecting = asyncio.ensure_future(
+            consumer.transport.connect(producer.transport.describe(), producer.info)
+        )
+        async with asyncio.timeout(20):
+            while gate.enter(print):
+                gate.leave()
+                await asyncio.sleep(0.002)
+        assert len(kit.driver.opened) == opened
+        gate.leave()
+        end = await connecting
+        assert len(kit.driver.opened) > opened
+        assert gate.enter(print)
+        end.close()
+        await asyncio.sleep(0.02)
+        assert not kit.driver.closed
+        gate.leave()
+        await consumer.transport.aclose()
+        assert kit.driver.closed

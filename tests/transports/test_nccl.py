@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from aiokv.device.cache import KVCache
+from aiokv.device.gate import Gate, gated
+from aiokv.device.offloop import off_loop
 from aiokv.errors import CapacityError, DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.testing.conformance.transportkit import Part, Path, TransportKit, bytes_of, done
@@ -395,7 +397,18 @@ def test_an_abort_that_raises_frees_no_slot_before_the_stream_is_idle() -> None:
             raise DeviceError("can't be aborted")
 
     slot = type("Slot", (), {"address": 0})()
-    args = (Broken(), 0, contextlib.nullcontext, Stream(), 0, [slot], nccl_making.PRODUCER, b"name", b"nonce")
+    args = (
+        Broken(),
+        Gate(),
+        0,
+        contextlib.nullcontext,
+        Stream(),
+        0,
+        [slot],
+        nccl_making.PRODUCER,
+        b"name",
+        b"nonce",
+    )
     with pytest.raises(DeviceError, match="aborted"):
         nccl_making.Making(*args)._run()
     assert len(asked) == 3
@@ -493,6 +506,56 @@ async def test_who_has_most_memory_makes_room_for_more_links(seed: int, monkeypa
             await until(lambda: all(len(path.producer_end._slots) == 1 for path in paths))
             await until(lambda: all(path.producer_end._granted for path in paths))
             assert producer.transport._home.turn is None
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_posted_while_a_call_waits_for_the_gpu_but_what_is_received(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        path = await kit.path()
+        gate = kit.device.gate
+        part, events = await in_flight(kit, path)
+        assert gate.flying
+        made, may_end = threading.Event(), threading.Event()
+
+        def call() -> None:
+            made.set()
+            may_end.wait(20)
+
+        calling = off_loop(gated(kit.device, call), "call")
+        await asyncio.sleep(0.01)
+        assert not made.is_set()
+        kit.fake.stalled = False  # what is in flight ends, since it is received all the same
+        await until(made.is_set)
+        assert not gate.flying
+        other = path.part(kit, 2, tokens=4)
+        other.expect()
+        more = send_all(other)
+        await asyncio.sleep(0.02)
+        assert other.arrived == 0 and not path.producer_end._flights
+        may_end.set()
+        await calling
+        await other.until(other.plan.total)
+        await part.until(part.plan.total)
+        for event in events + more:
+            await until(event.done)
+
+
+@pytest.mark.asyncio
+async def test_a_making_that_is_given_up_before_its_turn_is_not_begun(seed: int) -> None:
+    async with NcclKit(seed) as kit:
+        producer, consumer = await kit.engine(PLAIN), await kit.engine(PLAIN)
+        gate, made = kit.device.gate, len(kit.fake.communicators)
+        assert gate.enter(print)
+        connecting = asyncio.ensure_future(
+            consumer.transport.connect(producer.transport.describe(), producer.info)
+        )
+        await until(lambda: any(end._making for end in consumer.transport._home.ends))
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
+        gate.leave()
+        for engine in (producer, consumer):
+            await until(lambda home=engine.transport._home: not home.ends and not home.lingering)
+        assert len(kit.fake.communicators) == made
 
 
 @pytest.mark.asyncio
