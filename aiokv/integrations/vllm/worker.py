@@ -9,6 +9,7 @@ nothing can write its blocks any more (vllm#32255, vllm#56104).
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 from collections import deque
 from collections.abc import Coroutine, Sequence
@@ -83,6 +84,8 @@ class WorkerHalf:
             self._thread.close()
             raise
         self.address = self._engine.address
+        # vLLM within the caller's process (``LLM``) just ends with it; peers are to be told all the same.
+        atexit.register(self.close)
 
     async def _entered(self, rank: int) -> TransferEngine:
         return await self._settings.at_rank(rank).engine(self._cache).__aenter__()
@@ -123,6 +126,7 @@ class WorkerHalf:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         self._thread.run(self._leave())
         self._thread.close()
         self._cache.close()

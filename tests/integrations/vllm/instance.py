@@ -2,8 +2,8 @@
 
     python instance.py MODEL KV_TRANSFER_CONFIG OPTIONS
 
-Requests are added and aborted between steps, as a server would do it; each event goes to stdout as a line that
-begins with ``@``. An empty configuration is vLLM alone.
+Requests are added and aborted between steps, as a server would do it; each event goes to stdout as a line
+that begins with ``@``. An empty configuration is vLLM alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
 )
 
-BLOCKS = 256
-
 
 def tell(**event: Any) -> None:
     print("@" + json.dumps(event), flush=True)
@@ -42,12 +40,22 @@ class Instance:
             model,
             enforce_eager=True,
             dtype="float32",
-            num_gpu_blocks_override=BLOCKS,
+            skip_tokenizer_init=True,
             kv_cache_memory_bytes=64 << 20,
-            **{"max_model_len": 1024, "max_num_seqs": 32, **options},
+            max_model_len=1024,
+            max_num_seqs=32,
+            **options,
         ).llm_engine
         self.core = self.engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
+        self.preempted = 0
+        preempt = self.scheduler._preempt_request
+
+        def counted(*args: Any, **named: Any) -> None:
+            self.preempted += 1
+            preempt(*args, **named)
+
+        self.scheduler._preempt_request = counted
 
     def run(self) -> None:
         tell(event="up")
@@ -86,7 +94,9 @@ class Instance:
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": params} if params else None
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, extra_args=extra)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=extra
+        )
         self.engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
 
     def do_abort(self, name: str) -> None:
@@ -97,7 +107,12 @@ class Instance:
         """Blocks that are held, and requests that the scheduler knows."""
         pool = self.scheduler.kv_cache_manager.block_pool
         free = pool.get_num_free_blocks()
-        tell(event="state", held=pool.num_gpu_blocks - 1 - free, requests=sorted(self.scheduler.requests))
+        tell(
+            event="state",
+            held=pool.num_gpu_blocks - 1 - free,
+            requests=sorted(self.scheduler.requests),
+            preempted=self.preempted,
+        )
 
     def do_reset(self) -> None:
         tell(event="reset", well=self.engine.reset_prefix_cache())

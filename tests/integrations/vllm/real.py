@@ -1,0 +1,125 @@
+"""Real vLLMs for tests: a model of 2.6 million random weights, and instances in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Instance", "make_model", "transfer"]
+
+
+def make_model(folder: Path) -> str:
+    """Write the model there; no tokenizer, since requests are tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.2,  # else all tokens are about as likely, and no answer says anything
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def transfer(policy: str = "recompute", **extra: object) -> dict[str, object]:
+    """A ``--kv-transfer-config``."""
+    return {
+        "kv_connector": "AioKVConnector",
+        "kv_connector_module_path": "aiokv.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": extra,
+    }
+
+
+class Instance:
+    """One vLLM in a process of its own; see ``instance.py``."""
+
+    def __init__(self, model: str, config: dict[str, object] | None = None, **options: object) -> None:
+        program = Path(__file__).with_name("instance.py")
+        given = json.dumps(config) if config else ""
+        self.process = subprocess.Popen(
+            [sys.executable, str(program), model, given, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._heard: list[dict[str, Any]] = []
+        self._count = 0
+
+    def tell(self, do: str, **given: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **given}) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, **wanted: object) -> dict[str, Any]:
+        """The first event that is so, waited for; others are kept for whoever asks for them."""
+        assert self.process.stdout is not None
+        while True:
+            for event in self._heard:
+                if all(event.get(key) == value for key, value in wanted.items()):
+                    self._heard.remove(event)
+                    return event
+            line = self.process.stdout.readline()
+            if not line:
+                raise RuntimeError(f"the instance ended with {self.process.wait()}")
+            if line.startswith("@"):
+                self._heard.append(json.loads(line[1:]))
+
+    def add(self, prompt: list[int], tokens: int = 16, params: dict[str, Any] | None = None) -> str:
+        """A request; gives its name."""
+        self._count += 1
+        name = f"request-{self._count}"
+        self.tell("add", name=name, prompt=prompt, tokens=tokens, params=params)
+        return name
+
+    def over(self, name: str) -> dict[str, Any]:
+        return self.hear(event="over", name=name)
+
+    def answers(self, prompts: list[list[int]], params: list[dict[str, Any] | None]) -> list[list[int]]:
+        """What it answers to all of them at once."""
+        names = [self.add(prompt, params=each) for prompt, each in zip(prompts, params, strict=True)]
+        return [self.over(name)["tokens"] for name in names]
+
+    def prefill(self, prompts: list[list[int]], **params: object) -> list[dict[str, Any]]:
+        """Compute prompts and leave their KV here; gives what the decode side is told."""
+        names = [self.add(prompt, 1, {"do_remote_decode": True, **params}) for prompt in prompts]
+        return [self.over(name)["params"] for name in names]
+
+    def state(self) -> dict[str, Any]:
+        self.tell("state")
+        return self.hear(event="state")
+
+    def until(self, reached: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait for a state."""
+        while not reached(self.state()):
+            time.sleep(0.02)
+
+    def until_free(self) -> None:
+        """Wait until no block is held, and no request known."""
+        self.until(lambda state: state["held"] == 0 and not state["requests"])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """End it, and wait for that."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with self.process.stdin, self.process.stdout:
+            pass
+        self.process.wait()

@@ -1,0 +1,192 @@
+"""Real vLLMs, prefill and decode in processes of their own: answers are those of one vLLM alone.
+
+The prefill side computes in chunks of 96 tokens, so that most chunks bring no new block of 128; the decode
+side has 40 blocks, so that requests are preempted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+spec = importlib.util.spec_from_file_location("aiokv_real_vllm", Path(__file__).with_name("real.py"))
+assert spec is not None
+assert spec.loader is not None
+real = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(real)
+
+# Starting three takes a minute on two cores.
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+BLOCK = 128
+NOWHERE = "tcp://127.0.0.1:1"
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(3, 512) for _ in range(tokens)]
+
+
+PROMPTS = {
+    # 32 of all lengths: whole blocks, one more, one less, a single token
+    "many": [prompt(seed, tokens) for seed, tokens in enumerate([1, 2, 127, 128, 129, 256, 300, 511] * 4)],
+    # short ones, which grow a second block while they decode
+    "grow": [prompt(100 + seed, 120) for seed in range(32)],
+    "few": [prompt(200 + seed, 300) for seed in range(8)],
+    "long": [prompt(300, 2 * BLOCK) + prompt(301 + seed, 50 * seed) for seed in range(3)],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return real.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: str) -> dict[str, list[list[int]]]:
+    """What one vLLM without a connector answers."""
+    instance = real.Instance(model)
+    instance.hear(event="up")
+    found = {key: instance.answers(prompts, [None] * len(prompts)) for key, prompts in PROMPTS.items()}
+    instance.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def pair(model: str, alone: object) -> Iterator[tuple[Any, Any]]:
+    """The prefill side and the decode side."""
+    left = real.Instance(model, real.transfer("fail", transports=["cma", "tcp"]), max_num_batched_tokens=96)
+    left.hear(event="up")  # one after the other: both need the same core
+    right = real.Instance(model, real.transfer(load_timeout=20), num_gpu_blocks_override=41)
+    right.hear(event="up")
+    yield left, right
+    left.close()
+    right.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_held(pair: tuple[Any, Any]) -> Iterator[None]:
+    """No block is held at the end of a test, and no prefix cached at its start."""
+    for each in pair:
+        each.tell("reset")
+        assert each.hear(event="reset")["well"]
+    yield
+    for each in pair:
+        each.until_free()
+
+
+def test_many_at_once(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
+    left, right = pair
+    params = left.prefill(PROMPTS["many"])
+    assert right.answers(PROMPTS["many"], params) == alone["many"]
+
+
+def test_preempted_requests(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
+    left, right = pair
+    params = left.prefill(PROMPTS["grow"])
+    before = right.state()["preempted"]
+    assert right.answers(PROMPTS["grow"], params) == alone["grow"]
+    assert right.state()["preempted"] > before
+
+
+def test_prefixes_that_are_there(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
+    left, right = pair
+    params = left.prefill(PROMPTS["long"])
+    found = [right.answers([one], [each])[0] for one, each in zip(PROMPTS["long"], params, strict=True)]
+    assert found == alone["long"]
+    # All whole blocks of this one are there: nothing is loaded, and the other side lets go (vllm#56640).
+    again = left.prefill(PROMPTS["long"][:1])
+    assert right.answers(PROMPTS["long"][:1], again) == alone["long"][:1]
+
+
+def test_router_that_mints_ids(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
+    left, right = pair
+    host, port = left.prefill(PROMPTS["few"][:1])[0]["remote_addresses"][0].removeprefix("tcp://").split(":")
+    ids = [uuid.uuid4().hex for _ in PROMPTS["few"]]
+    where = {"do_remote_prefill": True, "remote_bootstrap_addr": f"http://{host}:{port}"}
+    # The decode side comes first, and waits.
+    names = [
+        right.add(one, params={**where, "transfer_id": each})
+        for one, each in zip(PROMPTS["few"], ids, strict=True)
+    ]
+    for one, each in zip(PROMPTS["few"], ids, strict=True):
+        left.add(one, 1, {"do_remote_decode": True, "transfer_id": each})
+    assert [right.over(name)["tokens"] for name in names] == alone["few"]
+
+
+def test_the_same_twice(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
+    """A client, or a router, tries again: the second is computed where the KV can't be had."""
+    left, right = pair
+    params = left.prefill(PROMPTS["few"][:1])
+    assert right.answers(PROMPTS["few"][:1] * 2, params * 2) == alone["few"][:1] * 2
+
+
+def test_aborted_at_the_decode_side(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
+    """In whatever state that is, the prefill side holds nothing any more (vllm#29906)."""
+    left, right = pair
+    params = left.prefill(PROMPTS["many"])
+    names = [right.add(one, params=each) for one, each in zip(PROMPTS["many"], params, strict=True)]
+    for name in names[::2]:
+        right.tell("abort", name=name)
+    found = [right.over(name)["tokens"] for name in names[1::2]]
+    assert found == alone["many"][1::2]
+
+
+def test_aborted_while_it_waits(pair: tuple[Any, Any]) -> None:
+    left, right = pair
+    address = left.prefill(PROMPTS["few"][:1])[0]["remote_addresses"]
+    params = {"do_remote_prefill": True, "remote_addresses": address, "transfer_id": uuid.uuid4().hex}
+    name = right.add(PROMPTS["few"][0], params=params)
+    right.until(lambda state: state["held"] > 0)
+    right.tell("abort", name=name)
+    right.until_free()
+
+
+def test_aborted_at_the_prefill_side(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
+    """Who waits for its KV is told, and computes it."""
+    left, right = pair
+    address = left.prefill(PROMPTS["few"][:1])[0]["remote_addresses"]
+    tid = uuid.uuid4().hex
+    waiting = {"do_remote_prefill": True, "remote_addresses": address, "transfer_id": tid}
+    name = right.add(PROMPTS["few"][0], params=waiting)
+    right.until(lambda state: state["held"] > 0)
+    behind = left.add(PROMPTS["few"][0], 1, {"do_remote_decode": True, "transfer_id": tid})
+    left.tell("abort", name=behind)
+    assert right.over(name)["tokens"] == alone["few"][0]
+
+
+@pytest.mark.parametrize("dead", ["nowhere", "killed"])
+def test_a_dead_peer(pair: tuple[Any, Any], alone: dict[str, list[list[int]]], model: str, dead: str) -> None:
+    """It costs its own requests alone, which are computed; those of others go on."""
+    left, right = pair
+    params = left.prefill(PROMPTS["few"][:4])
+    if dead == "killed":
+        other = real.Instance(model, real.transfer())
+        other.hear(event="up")
+        lost = other.prefill(PROMPTS["few"][4:])
+        other.kill()
+    else:
+        lost = [{**params[0], "remote_addresses": [NOWHERE], "transfer_id": uuid.uuid4().hex}] * 4
+    assert right.answers(PROMPTS["few"], params + lost) == alone["few"]
+
+
+def test_policy_fail(pair: tuple[Any, Any]) -> None:
+    left, _ = pair
+    params = {"do_remote_prefill": True, "remote_addresses": [NOWHERE], "transfer_id": uuid.uuid4().hex}
+    assert left.over(left.add(PROMPTS["few"][0], params=params))["reason"] == "error"
+
+
+def test_parameters_that_mean_nothing(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
+    _, right = pair
+    for params in (
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": True, "transfer_id": "x", "tp_size": 0},
+    ):
+        assert right.answers(PROMPTS["few"][:1], [params]) == alone["few"][:1]

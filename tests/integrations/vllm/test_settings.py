@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from aiokv.integrations.vllm.settings import ConnectorSettings
+
+
+def test_fields_of_both_kinds() -> None:
+    found = ConnectorSettings.read({"hold": 5, "decode_ranks": 2, "transports": ["tcp"], "liveness": "5s"})
+    assert (found.hold, found.decode_ranks, found.load_timeout) == (5, 2, 60.0)
+    assert found.engine.transports == ("tcp",)
+    assert found.engine.liveness == 5
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"transport": ["tcp"]}, "no field 'transport'; 'transports' is meant"),
+        ({"xyzzy": 1}, "no field 'xyzzy'; there are hold"),
+        ({"hold": 0}, "hold"),
+        ({"load_timeout": "soon"}, "load_timeout"),
+        ({"decode_ranks": 0}, "decode_ranks"),
+        ({"model": 7}, "model"),
+        ({"transports": ["pigeon"]}, "pigeon"),
+    ],
+)
+def test_what_cant_be_meant_is_named(extra: dict[str, object], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        ConnectorSettings.read(extra)
+
+
+def test_ranks_take_ports_in_a_row() -> None:
+    fixed = ConnectorSettings.read({"bind": "tcp://127.0.0.1:7000"})
+    assert [fixed.at_rank(rank).bind for rank in (0, 2)] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002"]
+    assert ConnectorSettings.read({}).at_rank(2).bind == "tcp://127.0.0.1:0"
