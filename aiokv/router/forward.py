@@ -194,9 +194,9 @@ class Forwarder:
         try:
             async with attempt:
                 head = await attempt.head()
-                self._figures.first_token(time.monotonic() - began)
                 if not job.asked.stream:
                     return _whole(head, job), ""
+                self._figures.first_token(time.monotonic() - began)
                 response = web.StreamResponse(status=head.status, headers=_headers(head, job))
                 await response.prepare(request)
                 piece: bytes | None = head.body

@@ -70,6 +70,10 @@ class Instance:
         engine: Address of the transfer engine, or of one for each rank; needed for ``prefill``.
         context: Tokens of prompt and answer, at most; 0: not known.
         load: What there is to do; called for each report, so it must be quick.
+        token: What the router shows the server with each request (``Authorization: Bearer``), for servers that
+            have API keys of their own; by default one that is made up here.
+        probe: A path that answers 200, for a server of somebody else's that has no ``identity`` to show. Then
+            nobody but this instance vouches for its being at ``http``.
         interval: Seconds between reports (0.05 to 60). After three without one the instance is gone.
         bind: Address of the control channel, as for ``TransferEngine``.
         advertise: What the router is told instead of it.
@@ -102,6 +106,8 @@ class Instance:
         engine: str | Sequence[str] = (),
         context: int = 0,
         load: Callable[[], Load] = Load,
+        token: str = "",
+        probe: str = "",
         interval: float = 1.0,
         bind: str = "tcp://127.0.0.1:0",
         advertise: str | None = None,
@@ -118,6 +124,8 @@ class Instance:
         if isinstance(models, str) or not models:
             raise ValueError(f"models is a list of at least one name, not {models!r}")
         checked_url(http)
+        if probe and not probe.startswith("/"):
+            raise ValueError(f"probe={probe!r} is no path")
         if channel is None:
             checked_binding(bind, advertise)
             access = checked_access(bind, keys, allow, tls, insecure=insecure, advertise=advertise)
@@ -126,7 +134,7 @@ class Instance:
         self._router = router
         self._load = load
         self.incarnation = os.urandom(16)
-        self.token = secrets.token_urlsafe(24)
+        self.token = token or secrets.token_urlsafe(24)
         self._report = Report(
             incarnation=self.incarnation,
             number=0,
@@ -140,6 +148,7 @@ class Instance:
             interval=float(interval),
             draining=False,
             token=self.token,
+            probe=probe,
             load=Load(),
         )
         try:  # what no router could read fails here

@@ -98,7 +98,9 @@ class Report(_Message, frozen=True, tag=1, kw_only=True):
     #: It takes nothing new and finishes what it has.
     draining: bool
     #: What the router has to show it with each request.
-    token: _Short
+    token: Annotated[str, Meta(max_length=512)]
+    #: Path that answers 200 there, for servers that can't show who they are; empty: it does show it.
+    probe: _Short
     load: Load
 
 

@@ -147,6 +147,8 @@ class Registry:
             checked_url(report.http)
         except ValueError as error:
             return str(error)
+        if report.probe and not report.probe.startswith("/"):
+            return f"{report.probe!r} is no path"
         if report.role == "prefill" and not report.engines:
             return "a prefill instance has to say where its transfer engines are"
         return ""
@@ -247,7 +249,7 @@ def _changed(member: Member, report: Report, sender: str) -> str:
     """What a report says otherwise than its incarnation's first one did; empty if nothing."""
     if sender != member.sender:
         return "this incarnation came with another key"
-    for name in ("role", "address", "http", "engines", "models", "fingerprint", "token"):
+    for name in ("role", "address", "http", "engines", "models", "fingerprint", "token", "probe"):
         if getattr(report, name) != getattr(member.report, name):
             return f"{name} is not what this incarnation reported before"
     return ""

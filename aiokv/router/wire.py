@@ -82,9 +82,14 @@ class Wire:
             async with (
                 asyncio.timeout(self.settings.connect),
                 self.session.get(
-                    member.http + IDENTITY_PATH, headers=headers, allow_redirects=False
+                    member.http + (member.report.probe or IDENTITY_PATH),
+                    headers=headers,
+                    allow_redirects=False,
                 ) as response,
             ):
+                if member.report.probe:
+                    what = f"{member.http}{member.report.probe} answers {response.status}"
+                    return "" if response.status == 200 else what
                 said = _IDENTITY.decode(await response.content.read(4096))
         except TimeoutError:
             return f"{member.http} doesn't answer within {self.settings.connect:g} s"

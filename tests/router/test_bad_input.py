@@ -202,6 +202,7 @@ def report(**more: Any) -> Report:
         "interval": 1.0,
         "draining": False,
         "token": "t",
+        "probe": "",
         "load": Load(),
         **more,
     }
@@ -260,12 +261,17 @@ async def test_an_address_where_somebody_else_serves(site: Routed) -> None:
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    garbage(site, encode(report(http=f"http://127.0.0.1:{runner.addresses[0][1]}")))
+    http = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    garbage(site, encode(report(http=http)))
     members = site.router.registry.members
     while not any("no instance" in each.why for each in members.values()):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    await runner.cleanup()
     assert len(site.router.registry.groups("scripted")[0].prefills) == 1
+    # A server of somebody else's can be probed instead, where its instance says so.
+    garbage(site, encode(report(http=http, probe="/health", models=("probed",))))
+    while "probed" not in site.router.registry.models():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await runner.cleanup()
 
 
 @pytest.mark.asyncio

@@ -59,6 +59,7 @@ class Played:
             "interval": 1.0,
             "draining": False,
             "token": "",
+            "probe": "",
             "load": Load(),
             **more,
         }

@@ -181,6 +181,7 @@ def test_the_router_shows_its_token() -> None:
         {"interval": 1e9},
         {"fingerprint": "x" * 999},
         {"bind": "nowhere"},
+        {"probe": "health"},
         {"bind": "tcp://0.0.0.0:0"},
     ],
 )

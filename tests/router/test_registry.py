@@ -28,6 +28,7 @@ def report(who: int = 1, number: int = 1, **more: Any) -> Report:
         "interval": 1.0,
         "draining": False,
         "token": "t",
+        "probe": "",
         "load": Load(),
         **more,
     }
@@ -120,7 +121,9 @@ def test_another_process_at_the_same_address_takes_over_only_when_it_is_there() 
     assert list(registry.members) == [answer.member.incarnation]
 
 
-@pytest.mark.parametrize("field", ["role", "http", "models", "fingerprint", "engines", "address", "token"])
+@pytest.mark.parametrize(
+    "field", ["role", "http", "models", "fingerprint", "engines", "address", "token", "probe"]
+)
 def test_what_an_incarnation_is_does_not_change(field: str) -> None:
     registry = Registry()
     joined(registry, 1)

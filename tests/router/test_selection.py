@@ -25,6 +25,7 @@ def member(number: int, busy: int = 0, served: int = 0) -> Member:
         interval=1,
         draining=False,
         token="",
+        probe="",
         load=Load(running=busy),
     )
     return Member(report, "", 0, 0, verified=True, served=served)
