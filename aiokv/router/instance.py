@@ -70,8 +70,8 @@ class Instance:
         engine: Address of the transfer engine, or of one for each rank; needed for ``prefill``.
         context: Tokens of prompt and answer, at most; 0: not known.
         load: What there is to do; called for each report, so it must be quick.
-        token: What the router shows the server with each request (``Authorization: Bearer``), for servers that
-            have API keys of their own; by default one that is made up here.
+        token: What the router shows the server with each request (``Authorization: Bearer``), for servers
+            that have API keys of their own; by default one that is made up here.
         probe: A path that answers 200, for a server of somebody else's that has no ``identity`` to show. Then
             nobody but this instance vouches for its being at ``http``.
         interval: Seconds between reports (0.05 to 60). After three without one the instance is gone.
