@@ -8,6 +8,7 @@ goes between them can be Python objects.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import io
 import itertools
@@ -20,7 +21,7 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -534,6 +535,34 @@ class TwoProcessesKit(TransportKit):
             await super().__aexit__(*error)
         finally:
             self.other.detach()
+
+
+@contextlib.asynccontextmanager
+async def a_victim(
+    seed: int, transport: str, device: Any, options: dict[str, Any] | None = None
+) -> AsyncIterator[TwoProcessesKit]:
+    """A kit whose other process is its own, and may be stopped and killed."""
+    other = Other()
+    kit = TwoProcessesKit(seed, other, transport, device, options)
+    yield kit
+    other.signal(signal.SIGCONT)
+    for each in kit._transports:
+        if not isinstance(each, RemoteTransport):
+            await each.aclose()
+    kit.poller.close()
+    for cache in kit._caches:
+        if isinstance(cache, KVCache):
+            cache.close()
+    other.detach()
+    other.close()
+
+
+async def lost(link: Any) -> None:
+    """Wait until a link is lost."""
+    bell = asyncio.Event()
+    link.on_lost(bell.set)
+    async with asyncio.timeout(20):
+        await bell.wait()
 
 
 if __name__ == "__main__":

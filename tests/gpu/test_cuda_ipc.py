@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-from remote import Other, TwoProcessesKit
+from remote import Other, TwoProcessesKit, a_victim, lost
 
 from aiokv.device.cache import KVCache
 from aiokv.device.offloop import off_loop
@@ -18,7 +18,6 @@ from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.testing.conformance.transportkit import contents, done
 from aiokv.testing.conformance.transports import CASES, Case
-from aiokv.transports.cuda_ipc import CudaIpcTransport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.may_block("it asks the other process, and waits")]
 
@@ -50,27 +49,8 @@ async def test_conformance_in_one_process(case: Case, other: Other, device, seed
 
 @pytest_asyncio.fixture
 async def victim(seed: int, device) -> AsyncIterator[TwoProcessesKit]:
-    """A kit whose other process may be stopped and killed."""
-    other = Other()
-    kit = TwoProcessesKit(seed, other, PATH, device)
-    yield kit
-    other.signal(signal.SIGCONT)
-    for transport in kit._transports:
-        if isinstance(transport, CudaIpcTransport):
-            await transport.aclose()
-    kit.poller.close()
-    for cache in kit._caches:
-        if isinstance(cache, KVCache):
-            cache.close()
-    other.detach()
-    other.close()
-
-
-async def lost(link) -> None:
-    bell = asyncio.Event()
-    link.on_lost(bell.set)
-    async with asyncio.timeout(20):
-        await bell.wait()
+    async with a_victim(seed, PATH, device) as kit:
+        yield kit
 
 
 async def reading(kit):

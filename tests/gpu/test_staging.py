@@ -9,9 +9,8 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-from remote import Other, TwoProcessesKit
+from remote import Other, TwoProcessesKit, a_victim, lost
 
-from aiokv.device.cache import KVCache
 from aiokv.errors import DeviceError, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.testing.conformance.transportkit import done
@@ -36,27 +35,8 @@ async def test_conformance_in_two_processes(kind: str, case: Case, other: Other,
 
 @pytest_asyncio.fixture(params=PATHS)
 async def victim(request, seed: int, device) -> AsyncIterator[TwoProcessesKit]:
-    """A kit whose other process may be stopped and killed."""
-    other = Other()
-    kit = TwoProcessesKit(seed, other, PATHS[request.param], device, {"staging": 16 << 20})
-    yield kit
-    other.signal(signal.SIGCONT)
-    for transport in kit._transports:
-        if not hasattr(transport, "other"):
-            await transport.aclose()
-    kit.poller.close()
-    for cache in kit._caches:
-        if isinstance(cache, KVCache):
-            cache.close()
-    other.detach()
-    other.close()
-
-
-async def lost(link) -> None:
-    bell = asyncio.Event()
-    link.on_lost(bell.set)
-    async with asyncio.timeout(20):
-        await bell.wait()
+    async with a_victim(seed, PATHS[request.param], device, {"staging": 16 << 20}) as kit:
+        yield kit
 
 
 async def receiving(kit):
