@@ -145,6 +145,7 @@ class Submissions:
         poller: Tells when copies are over, where there is a window.
         window_bytes: How much may be in flight of what is urgent, and as much of what is not; None: no limit.
             What waits for a stream of the caller's doesn't count.
+        rate: Bytes a nanosecond that copies are expected to go at, for the poller; 0: nobody knows.
         clock: The time (ns).
     """
 
@@ -155,12 +156,14 @@ class Submissions:
         *,
         poller: CompletionPoller | None = None,
         window_bytes: int | None = None,
+        rate: float = 0.0,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._device = device
         self._loop = loop
         self._poller = poller
         self._window = window_bytes if poller is not None else None
+        self._rate = rate
         self._clock = clock
         #: By whether they are urgent: those with something to submit, the first to be served first.
         self._queues: dict[bool, list[tuple[int, int, Submission]]] = {True: [], False: []}
@@ -294,6 +297,7 @@ class Submissions:
 
         self._in_flight[urgent] += nbytes
         try:
-            poller.watch(event, submission.stream, over)
+            expected = int(nbytes / self._rate) if self._rate else 0
+            poller.watch(event, submission.stream, over, expected_ns=expected)
         except ClosedError:
             self._in_flight[urgent] -= nbytes

@@ -25,12 +25,12 @@ from aiokv.offload.pool import Pool
 from aiokv.offload.rates import Rate
 from aiokv.proto.plan import GroupBlocks, Side
 
-__all__ = ["Batch", "Copies", "Part"]
+__all__ = ["RATE", "Batch", "Copies", "Part"]
 
 #: Chunks for a GPU are so many times larger: submitting one doesn't hold the loop for as long as it takes.
 _GPU_CHUNKS = 16
 #: A rate that no path of a GPU exceeds, in bytes a nanosecond; the poller corrects it by what it sees.
-_RATE = 60
+RATE = 60
 #: What loads are taken to bring, in bytes a second, while none was measured; and what they take besides.
 _GUESS_GPU = 20e9
 _GUESS_HOST = 2e9
@@ -154,7 +154,7 @@ class Copies:
         self._part_bytes = part_bytes
         gpu = cache.device.kind not in ("host", "mocked")
         self._chunk_bytes = chunk_bytes * (_GPU_CHUNKS if gpu else 1)
-        self._rate = _RATE if gpu else 0
+        self._rate = RATE if gpu else 0
         self._clock = clock
         self._over = over
         #: A stream for loads and one for stores, which all share that nothing holds up.
@@ -294,12 +294,14 @@ class Copies:
         except DeviceError as failure:
             self._ended(batch, part, error or failure)
             return
+        # Of what isn't held up each chunk was watched before: this is a chunk behind them.
+        last = part.nbytes if batch.held else min(part.nbytes, self._chunk_bytes)
         try:
             self._poller.watch(
                 event,
                 submission.stream,
                 lambda failure: self._ended(batch, part, error or failure),
-                expected_ns=part.nbytes // self._rate if self._rate else 0,
+                expected_ns=last // self._rate if self._rate else 0,
             )
         except ClosedError:  # nobody will ever know; the lease stays
             return

@@ -27,6 +27,7 @@ class Growth:
         self._more = more
         #: Why the pool stays smaller than it was to be; None while it doesn't.
         self._shortfall: AiokvError | None = None
+        self._stopping = False
         self._task = asyncio.get_running_loop().create_task(self._grow())
 
     async def wait(self) -> None:
@@ -40,13 +41,13 @@ class Growth:
             raise self._shortfall
 
     async def stop(self) -> None:
-        """Make no more segments."""
-        self._task.cancel()
+        """Make no more segments than the one that is being made; nothing of it is left then."""
+        self._stopping = True
         await asyncio.wait([self._task])
 
     async def _grow(self) -> None:
         try:
-            while (segment := await self._pool.grow()) is not None:
+            while not self._stopping and (segment := await self._pool.grow()) is not None:
                 self._more(segment.places)
         except AiokvError as error:
             self._shortfall = error

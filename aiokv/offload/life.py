@@ -157,8 +157,10 @@ class Life:
             _log.error("%r closes with copies in flight; their memory stays", self)
             traffic.stop()
         else:
-            self._keeping.close()
-            await self._pool.close()
+            try:
+                await self._pool.close()
+            finally:
+                self._keeping.close()
 
     async def grown(self) -> None:
         """Wait until the pool is as large as it is to be; it can be used before.

@@ -237,10 +237,11 @@ def _near(device: Device, make: Callable[[int], Buffer], nbytes: int) -> Buffer:
 
 
 def _closed(making: asyncio.Future[Buffer]) -> None:
+    """Give back what nobody waited for; off the loop, as it may have to be unpinned."""
     if not making.cancelled() and making.exception() is None:
         close = getattr(making.result(), "close", None)
         if close is not None:
-            close()
+            _ = off_loop(close, "aiokv-pool")
 
 
 def _close_all(segments: Sequence[Segment]) -> None:

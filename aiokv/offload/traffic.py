@@ -21,7 +21,7 @@ from aiokv.engine.leases import BlockLeases
 from aiokv.errors import AiokvError, DeviceError
 from aiokv.offload.calls import Stored, Wanted
 from aiokv.offload.checksums import Checksums
-from aiokv.offload.copies import Batch, Copies, Part
+from aiokv.offload.copies import RATE, Batch, Copies, Part
 from aiokv.offload.events import BlocksRemoved, Events, stored
 from aiokv.offload.following import Followers
 from aiokv.offload.integrity import Integrity
@@ -78,7 +78,12 @@ class Traffic:
         guard = getattr(cache.device, "quiet", None)
         self._poller = CompletionPoller(loop, clock=clock, guard=guard)
         self._submissions = Submissions(
-            cache.device, loop, poller=self._poller, window_bytes=settings.window_bytes, clock=clock
+            cache.device,
+            loop,
+            poller=self._poller,
+            window_bytes=settings.window_bytes,
+            rate=RATE,
+            clock=clock,
         )
         self.checksums = Checksums(loop, share, pool.views)
         self.copies = Copies(
