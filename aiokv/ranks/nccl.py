@@ -144,8 +144,10 @@ class _Reduction:
         Raises:
             DeviceError: NCCL or the GPU failed.
         """
+        # The deadline and who begins look, too, and not only the poller, which enters it once for all.
         try:
-            done = cast("bool", self._event.query())
+            with self._collective.guard:
+                done = cast("bool", self._event.query())
         except RuntimeError as error:
             raise DeviceError(f"CUDA: {error}") from error
         # After the event: those of a communicator that was aborted come as if the data had.

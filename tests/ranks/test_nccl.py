@@ -40,10 +40,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 
 class Rank:
-    def __init__(self, ranks: MemoryRanks, rank: int, bound: int | None = None) -> None:
+    def __init__(self, ranks: MemoryRanks, rank: int, bound: int | None = None, guard: Any = None) -> None:
         self.torch = fake.FakeTorch()
         self.process_group = fake.FakeGroup(self.torch, ranks, rank, bound)
-        self.collective = NcclCollective(self.process_group, torch=self.torch, guard=nullcontext())
+        self.collective = NcclCollective(self.process_group, torch=self.torch, guard=guard or nullcontext())
         self.group = RankGroup(self.collective)
 
     @property
@@ -93,6 +93,33 @@ async def test_one_copy_each_way_on_a_side_stream_of_the_groups_own_gpu() -> Non
 async def test_without_a_bound_device_the_current_one_counts() -> None:
     rank = Rank(MemoryRanks(1), 0)
     assert rank.collective.place == "cuda:3"
+    rank.group.close()
+
+
+@pytest.mark.asyncio
+async def test_whoever_looks_at_an_event_breaks_no_capture() -> None:
+    depth = 0
+
+    class Guard:
+        def __enter__(self) -> None:
+            nonlocal depth
+            depth += 1
+
+        def __exit__(self, *_: object) -> None:
+            nonlocal depth
+            depth -= 1
+
+    rank = Rank(MemoryRanks(1), 0, guard=Guard())
+    query = fake.FakeEvent.query
+    looks: list[int] = []
+    rank.collective._event.query = lambda: (looks.append(depth), query(rank.collective._event))[1]
+    for _ in range(3):
+        await rank.group.agree([Miss()])
+    rank.stream.held = True
+    with pytest.raises(DeadlineExceeded):
+        await rank.group.agree([Miss()], deadline=0.01)
+    assert looks and all(looks)
+    assert not depth
     rank.group.close()
 
 
