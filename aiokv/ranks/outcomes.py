@@ -35,6 +35,9 @@ class Severity(IntEnum):
     @classmethod
     def of(cls, error: BaseException) -> Severity:
         """The kind of an exception: aiokv's own, or the built-in one that stands for the same."""
+        # A GPU's is torch's own class, which need not be there, and else only a RuntimeError.
+        if any(each.__name__ == "OutOfMemoryError" for each in type(error).__mro__):
+            return cls.CAPACITY
         return next((kind for types, kind in _KINDS if isinstance(error, types)), cls.FAULT)
 
 

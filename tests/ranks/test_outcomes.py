@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 
 from aiokv.errors import (
     CapacityError,
@@ -26,6 +27,7 @@ KINDS = [
     (LayoutMismatch(), Severity.REFUSED),
     (CapacityError(), Severity.CAPACITY),
     (MemoryError(), Severity.CAPACITY),
+    (torch.OutOfMemoryError(), Severity.CAPACITY),
     (InvalidBlocks(), Severity.INVALID),
     (TypeError(), Severity.INVALID),
     (DeviceError(), Severity.FAULT),
