@@ -50,23 +50,21 @@ class Agreement:
         #: How many batches another rank counted more than this one; 0 before the reduction.
         self.ahead = 0
         self._rank, self._world = rank, world
-        self._outcomes: Sequence[Outcome] = ()
+        known: Sequence[Outcome] | None = None
         self._lanes, self._hashes = _NOTHING, (0, 0)
         try:
-            self._outcomes = tuple(outcomes)
-            self._lanes = encoded(self._outcomes)
-            self._hashes = hashed(keys, len(self._outcomes))
+            known = tuple(outcomes)
+            self._lanes = encoded(known)
+            self._hashes = hashed(keys, len(known))
         except Exception as error:  # noqa: BLE001 - raised once the other ranks know
             self.fault = error
+        self._outcomes: Sequence[Outcome] = known or ()
+        #: There is nothing to agree on, and so nothing to be sent: not even of a fault of this rank.
+        self.empty = known is not None and not known
         #: Of the rounds that are over.
         self._counts: list[int] = []
         self._severities: list[int] = []
         self._round = 0
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to agree on, and so nothing to be sent."""
-        return not self._outcomes and self.fault is None
 
     @property
     def size(self) -> int:

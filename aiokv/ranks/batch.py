@@ -62,6 +62,7 @@ class Batch:
 
     async def __aenter__(self) -> Batch:
         self._rounds.hold(self)
+        self._agreed = None
         return self
 
     async def __aexit__(
@@ -73,4 +74,6 @@ class Batch:
             return
         failed: list[Outcome] = [Failed(Severity.of(error))] * len(self._outcomes)
         with contextlib.suppress(AiokvError):  # of a group that is no more nobody waits for this rank
-            self._rounds.enter(failed, self._keys, self._deadline_s, holder=self).cancel()
+            entered = self._rounds.enter(failed, self._keys, self._deadline_s, holder=self)
+            if not entered.cancel():
+                entered.exception()  # of that nobody is told, either

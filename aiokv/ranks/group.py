@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aiokv.device.poller import CompletionPoller, PollerStatistics
+from aiokv.ranks.answer import Answer
 from aiokv.ranks.backend import collective_of
 from aiokv.ranks.base import Collective
 from aiokv.ranks.batch import Batch
@@ -113,14 +114,17 @@ class RankGroup:
     ) -> None:
         self.close()
 
-    async def agree(
+    def agree(
         self,
         outcomes: Sequence[Outcome],
         *,
         keys: Iterable[bytes] | None = None,
         deadline: float | None = None,
-    ) -> list[Outcome]:
+    ) -> Coroutine[Any, Any, list[Outcome]]:
         """Bring what this rank found, and wait for what all ranks come to.
+
+        The batch is entered by the call, and the answer is awaited: whoever makes a task of it and cancels
+        that, however soon, has entered.
 
         An empty batch is empty on every rank; it is agreed on without a word.
 
@@ -142,7 +146,7 @@ class RankGroup:
             BusyError: Another task is at it; nothing was entered.
             ClosedError: It was closed, or the process group was destroyed.
         """
-        return await self._rounds.enter(outcomes, keys, self._seconds(deadline))
+        return Answer(partial(self._rounds.enter, outcomes, keys, self._seconds(deadline)))
 
     def batch(
         self, size: int, *, keys: Iterable[bytes] | None = None, deadline: float | None = None

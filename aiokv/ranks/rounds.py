@@ -138,8 +138,7 @@ class Rounds:
         )
         entry = _Entry(agreement, deadline_s, loop.create_future())
         if agreement.empty:
-            self.agreed += 1
-            entry.future.set_result([])
+            self._finish(entry)
             return entry.future
         entry.timer = loop.call_later(deadline_s, self._on_deadline, entry)
         self._entries.append(entry)

@@ -74,7 +74,7 @@ def test_a_difference_ends_long_batches_after_one_round() -> None:
     assert reduced(ranks) == [False, False]
 
 
-def test_only_what_can_be_agreed_on_is_empty() -> None:
+def test_what_is_known_to_be_empty_is_empty_also_with_keys_too_many() -> None:
     assert Agreement([], None, batch=1, rank=0, world=1).empty
-    assert not Agreement([], [b"one too many"], batch=1, rank=0, world=1).empty
+    assert Agreement([], [b"one too many"], batch=1, rank=0, world=1).empty
     assert not Agreement(None, None, batch=1, rank=0, world=1).empty  # type: ignore[arg-type]

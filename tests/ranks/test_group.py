@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -323,6 +324,76 @@ def test_a_group_belongs_to_one_loop() -> None:
                 second.run(misuse())
 
 
+# -- who waits, and who doesn't
+
+
+@pytest.mark.asyncio
+async def test_who_is_cancelled_before_it_ran_has_entered_and_leaves_the_place_to_the_next() -> None:
+    async with several(2) as (ranks, groups):
+        tasks = [asyncio.ensure_future(groups[0].agree([Hit(Blocks(4))]))]
+        tasks[0].cancel()
+        await asyncio.wait(tasks)
+        assert ranks.entered(0) == 1
+        tasks.append(asyncio.ensure_future(groups[0].agree([Hit(Blocks(8))])))
+        assert await groups[1].agree([Hit(Blocks(9))]) == [Hit(Blocks(4))]
+        assert await groups[1].agree([Hit(Blocks(9))]) == await tasks[1] == [Hit(Blocks(8))]
+
+
+@pytest.mark.asyncio
+async def test_an_answer_that_is_closed_leaves_the_place_to_the_next() -> None:
+    async with several(2) as (_, groups):
+        groups[0].agree([Hit(Blocks(4))]).close()
+        second = asyncio.ensure_future(groups[0].agree([Miss()]))
+        assert await groups[1].agree([Hit(Blocks(9))]) == [Hit(Blocks(4))]
+        assert await groups[1].agree([Miss()]) == await second == [Miss()]
+
+
+@pytest.mark.asyncio
+async def test_of_two_at_once_the_second_is_refused_and_the_first_goes_on() -> None:
+    async with several(1) as (_, (group,)):
+        first, second = await asyncio.gather(
+            group.agree([Miss()]), group.agree([Miss()]), return_exceptions=True
+        )
+        assert first == [Miss()]
+        assert isinstance(second, BusyError)
+
+
+def test_a_batch_that_no_loop_was_there_for_is_entered_once_there_is_one() -> None:
+    ranks = MemoryRanks(1)
+    with groups_of(ranks) as (group,):
+        answer = group.agree([Hit(Blocks(2))])
+        assert not ranks.reductions
+        assert asyncio.run(answer) == [Hit(Blocks(2))]  # type: ignore[arg-type]
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_reported_of_what_nobody_waits_for() -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    async with several(2) as (ranks, groups):
+        ranks.lose(1)
+        ranks.lose(0)  # so that nothing can even be begun
+        with pytest.raises(MemoryError):
+            async with groups[0].batch(1):
+                raise MemoryError
+        late = asyncio.ensure_future(groups[1].agree([Miss()]))
+        late.cancel()
+        await asyncio.wait([late])
+        gc.collect()
+        await asyncio.sleep(0)
+        assert not reported
+
+
+@pytest.mark.asyncio
+async def test_an_empty_batch_with_keys_is_refused_without_a_word() -> None:
+    async with several(2) as (ranks, groups):
+        with pytest.raises(ValueError, match="1 keys for 0 requests"):
+            await groups[0].agree([], keys=[b"a"])
+        assert await groups[1].agree([]) == []
+        assert not ranks.reductions
+        assert await asyncio.gather(*(group.agree([Miss()]) for group in groups)) == [[Miss()]] * 2
+
+
 # -- what is put together in a block
 
 
@@ -338,6 +409,11 @@ async def test_a_block_holds_its_turn() -> None:
                     await second
             batch[1] = Hit(Tokens(3))
         assert batch.agreed == [Miss(), Hit(Tokens(3))]
+        with pytest.raises(MemoryError):
+            async with batch:
+                raise MemoryError
+        with pytest.raises(LocalProtocolError, match="before the block is left, and then only normally"):
+            _ = batch.agreed
         with pytest.raises(ValueError, match="number of requests"):
             group.batch(-1)
 
