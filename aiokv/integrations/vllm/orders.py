@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Blocks", "Load", "Orders", "Release", "Send", "listed"]
+__all__ = ["Blocks", "Load", "Orders", "Release", "Send", "Ticket", "listed"]
 
 #: The block that vLLM lists where a group needs none any more: those before a sliding window.
 _NULL = 0
@@ -44,18 +44,33 @@ def listed(ids: Sequence[int], block_size: int, first: int, last: int) -> Blocks
 
 
 @dataclass(frozen=True, slots=True)
+class Ticket:
+    """What both sides call a transfer.
+
+    Attributes:
+        transfer: Transfer id.
+        attempt: Number of the attempt at it; each is a transfer of its own.
+        deadline: Seconds that it may take, where whoever minted the id said so.
+    """
+
+    transfer: str
+    attempt: int = 0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Send:
     """Offer what a request left in its blocks; they are held until that is over.
 
     Attributes:
         request: vLLM's name of the request, for the report.
-        transfer: Transfer id.
+        ticket: Names the transfer.
         blocks: A list for each KV cache group.
         tokens: Tokens that are there.
     """
 
     request: str
-    transfer: str
+    ticket: Ticket
     blocks: tuple[Blocks, ...]
     tokens: int
 
@@ -66,7 +81,7 @@ class Load:
 
     Attributes:
         request: vLLM's name of the request, for the report.
-        transfer: Transfer id.
+        ticket: Names the transfer.
         sources: Addresses of the prefill side's ranks.
         blocks: A list for each KV cache group.
         first: First token that isn't here yet.
@@ -74,7 +89,7 @@ class Load:
     """
 
     request: str
-    transfer: str
+    ticket: Ticket
     sources: tuple[str, ...]
     blocks: tuple[Blocks, ...]
     first: int
@@ -86,11 +101,11 @@ class Release:
     """Tell the prefill side that nobody will fetch this, so that it holds the blocks no longer.
 
     Attributes:
-        transfer: Transfer id.
+        ticket: Names the transfer.
         sources: Addresses of the prefill side's ranks.
     """
 
-    transfer: str
+    ticket: Ticket
     sources: tuple[str, ...]
 
 
@@ -102,14 +117,14 @@ class Orders:
         sends: What to offer.
         loads: What to fetch.
         releases: Whom to tell that nothing will be fetched.
-        refusals: Transfer ids for which nothing will ever be offered: whoever asks is told so.
+        refusals: Transfers for which nothing will ever be offered: whoever asks is told so.
         aborts: Requests, by vLLM's names, whose loads nobody waits for any more.
     """
 
     sends: list[Send] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
+    refusals: list[Ticket] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
-from aiokv.engine.arguments import checked_addresses, checked_id, whole
+from aiokv.engine.arguments import checked_addresses, checked_id, seconds, whole
+from aiokv.integrations.vllm.orders import Ticket
 
 __all__ = ["Pull", "answer", "minted", "pull_of"]
 
@@ -24,22 +26,23 @@ class Pull:
     """What a request on the decode side is to fetch.
 
     Attributes:
-        transfer: Transfer id.
+        ticket: Names the transfer.
         sources: Addresses of the prefill side's ranks.
         tokens: Tokens that are offered; None: as many as the prompt has.
     """
 
-    transfer: str
+    ticket: Ticket
     sources: tuple[str, ...]
     tokens: int | None
 
 
-def answer(transfer: str, sources: Sequence[str], tokens: int, engine: str) -> dict[str, object]:
+def answer(ticket: Ticket, sources: Sequence[str], tokens: int, engine: str) -> dict[str, object]:
     """What the prefill side answers, for the decode side to read."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
-        "transfer_id": transfer,
+        "transfer_id": ticket.transfer,
+        "attempt": ticket.attempt,
         "remote_addresses": list(sources),
         "remote_engine_id": engine,
         "remote_tokens": tokens,
@@ -47,15 +50,21 @@ def answer(transfer: str, sources: Sequence[str], tokens: int, engine: str) -> d
     }
 
 
-def minted(params: Params) -> str | None:
-    """The transfer id that a router told the prefill side; None where there is none.
+def minted(params: Params) -> Ticket | None:
+    """The transfer that a router named; None where it named none.
 
     Raises:
-        TypeError: It is no string.
-        ValueError: It can't be one.
+        TypeError: ``transfer_id``, ``attempt`` or ``deadline`` is of the wrong kind.
+        ValueError: One can't be meant.
     """
-    found = params.get("transfer_id")
-    return None if found is None else checked_id(found)  # type: ignore[arg-type]
+    given: dict[str, Any] = dict(params)
+    if given.get("transfer_id") is None:
+        return None
+    deadline = given.get("deadline")
+    if deadline is not None:
+        seconds(deadline)
+    attempt = whole(given.get("attempt", 0), "attempt")
+    return Ticket(checked_id(given["transfer_id"]), attempt, deadline)
 
 
 def pull_of(params: Params) -> Pull | None:
@@ -67,12 +76,12 @@ def pull_of(params: Params) -> Pull | None:
     """
     if not params.get("do_remote_prefill"):
         return None
-    transfer = minted(params)
-    if transfer is None:
+    ticket = minted(params)
+    if ticket is None:
         raise ValueError("kv_transfer_params has no transfer_id")
     tokens = params.get("remote_tokens")
     found = None if tokens is None else whole(tokens, "remote_tokens")  # type: ignore[arg-type]
-    return Pull(transfer, tuple(_sources(params)), found)
+    return Pull(ticket, tuple(_sources(params)), found)
 
 
 def _sources(params: Params) -> list[str]:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, Send, listed
+from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, Send, Ticket, listed
 from aiokv.integrations.vllm.params import Params, Pull, answer, minted, pull_of
 
 __all__ = ["Request", "SchedulerHalf"]
@@ -85,14 +85,14 @@ class SchedulerHalf:
         first = self._computed.pop(request.request_id, 0)
         if external <= 0:
             # All of it is here already: the other side may let go (vllm#56640).
-            self._orders.releases.append(Release(pull.transfer, pull.sources))
+            self._orders.releases.append(Release(pull.ticket, pull.sources))
             return
         end = first + external
         self._loading.add(request.request_id)
         self._orders.loads.append(
             Load(
                 request=request.request_id,
-                transfer=pull.transfer,
+                ticket=pull.ticket,
                 sources=pull.sources,
                 blocks=self._listed(blocks, first, end),
                 first=first,
@@ -126,7 +126,7 @@ class SchedulerHalf:
             self._orders.aborts.append(name)
         elif pull is not None:
             # It was given up in the queue: the other side need not hold its blocks for us (vllm#29906).
-            self._orders.releases.append(Release(pull.transfer, pull.sources))
+            self._orders.releases.append(Release(pull.ticket, pull.sources))
         if not params.get("do_remote_decode"):
             return False, None
         return self._leave(request, blocks, params, complete=complete)
@@ -135,19 +135,19 @@ class SchedulerHalf:
         self, request: Request, blocks: BlockIds, params: Params, *, complete: bool
     ) -> tuple[bool, dict[str, object] | None]:
         try:
-            transfer = minted(params)
+            ticket = minted(params)
         except (TypeError, ValueError) as error:
             _log.warning("request %s leaves nothing for others: %s", request.request_id, error)
             return False, None
         tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         held = self._listed(blocks, 0, tokens)
         if not complete or tokens < request.num_prompt_tokens or not any(group.ids for group in held):
-            if transfer is not None:
-                self._orders.refusals.append(transfer)
+            if ticket is not None:
+                self._orders.refusals.append(ticket)
             return False, None
-        transfer = transfer or self._mint()
-        self._orders.sends.append(Send(request.request_id, transfer, held, tokens))
-        return True, answer(transfer, self.addresses, tokens, self._engine)
+        ticket = ticket or Ticket(self._mint())
+        self._orders.sends.append(Send(request.request_id, ticket, held, tokens))
+        return True, answer(ticket, self.addresses, tokens, self._engine)
 
     # -- each step
 

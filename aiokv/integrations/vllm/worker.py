@@ -21,7 +21,7 @@ from aiokv.engine.arguments import Window
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.transfer import Fetch
 from aiokv.errors import AiokvError
-from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, Send
+from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, Send, Ticket
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.thread import LoopThread
 
@@ -148,8 +148,8 @@ class WorkerHalf:
             self._spawn(self._until_over(load, self._load(load, stream)))
         for release in orders.releases:
             self._spawn(self._release(release))
-        for transfer in orders.refusals:
-            self._spawn(self._refuse(transfer))
+        for ticket in orders.refusals:
+            self._spawn(self._refuse(ticket))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -172,11 +172,12 @@ class WorkerHalf:
 
     async def _send(self, send: Send, stream: object | None) -> None:
         offer = self._engine.offer(
-            send.transfer,
+            send.ticket.transfer,
             _windows(send.blocks),
             tokens=-(-send.tokens // self._unit) * self._unit,
             readers=self._readers,
-            deadline=self._settings.hold,
+            attempt=send.ticket.attempt,
+            deadline=_lasts(send.ticket, self._settings.hold),
         )
         offer.start()
         for layer in range(self._cache.layout.layers):
@@ -185,12 +186,13 @@ class WorkerHalf:
 
     async def _load(self, load: Load, stream: object | None) -> None:
         fetch = self._engine.fetch(
-            load.transfer,
+            load.ticket.transfer,
             _windows(load.blocks),
             sources=load.sources,
             first_token=load.first // self._unit * self._unit,
             tokens=-(-load.tokens // self._unit) * self._unit,
-            deadline=self._settings.load_timeout,
+            attempt=load.ticket.attempt,
+            deadline=_lasts(load.ticket, self._settings.load_timeout),
             stream=stream,
         )
         fetch.start()
@@ -205,31 +207,39 @@ class WorkerHalf:
         nothing = [Window(0, ()) for _ in self._cache.layout.groups]
         try:
             fetch = self._engine.fetch(
-                release.transfer,
+                release.ticket.transfer,
                 nothing,
                 sources=release.sources,
                 tokens=0,
+                attempt=release.ticket.attempt,
                 deadline=self._settings.load_timeout,
             )
             fetch.start()
             await fetch.wait()
         except (AiokvError, TypeError, ValueError) as error:
             _log.info(
-                "transfer %s: the other side holds it until its time is over: %s", release.transfer, error
+                "transfer %s: the other side holds it until its time is over: %s",
+                release.ticket.transfer,
+                error,
             )
 
-    async def _refuse(self, transfer: str) -> None:
+    async def _refuse(self, ticket: Ticket) -> None:
         """Offer something and take it back: who waits for it, or asks later, is told so."""
         some = [Window(0, (0,)) for _ in self._cache.layout.groups]
         try:
             offer = self._engine.offer(
-                transfer, some, tokens=1, readers=self._readers, deadline=self._settings.hold
+                ticket.transfer, some, tokens=1, readers=self._readers, attempt=ticket.attempt
             )
             offer.start()
             offer.cancel("the request was aborted before its KV was there")
             await offer.wait()
         except AiokvError as error:
-            _log.debug("transfer %s: %s", transfer, error)
+            _log.debug("transfer %s: %s", ticket.transfer, error)
+
+
+def _lasts(ticket: Ticket, at_most: float) -> float:
+    """Seconds that a transfer may take."""
+    return at_most if ticket.deadline is None else min(ticket.deadline, at_most)
 
 
 def _windows(blocks: Sequence[Blocks]) -> list[Window]:

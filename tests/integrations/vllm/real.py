@@ -59,6 +59,8 @@ class Instance:
         )
         self._heard: list[dict[str, Any]] = []
         self._count = 0
+        #: Where its engines are reached, once somebody found out.
+        self.addresses: list[str] = []
 
     def tell(self, do: str, **given: object) -> None:
         assert self.process.stdin is not None

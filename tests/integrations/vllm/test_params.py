@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import pytest
 
+from aiokv.integrations.vllm.orders import Ticket
 from aiokv.integrations.vllm.params import Pull, answer, minted, pull_of
 
 
 def test_what_is_answered_is_understood() -> None:
-    said = answer("abc", ["tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001"], 300, "engine")
-    assert pull_of(said) == Pull("abc", ("tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001"), 300)
+    said = answer(Ticket("abc", 1), ["tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001"], 300, "engine")
+    assert pull_of(said) == Pull(Ticket("abc", 1), ("tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001"), 300)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,7 @@ def test_what_is_answered_is_understood() -> None:
 )
 def test_a_router_names_the_prefill_side(where: dict[str, object], sources: tuple[str, ...]) -> None:
     said = {"do_remote_prefill": True, "transfer_id": "abc", **where}
-    assert pull_of(said) == Pull("abc", sources, None)
+    assert pull_of(said) == Pull(Ticket("abc"), sources, None)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,8 @@ def test_nothing_to_fetch(said: dict[str, object]) -> None:
         ({"remote_addresses": []}, "remote_addresses"),
         ({"remote_addresses": "tcp://10.0.0.1:7000"}, "remote_addresses"),
         ({"remote_addresses": None}, "remote_host"),
+        ({"attempt": -1}, "attempt"),
+        ({"deadline": 0}, "deadline"),
         ({"remote_tokens": -1}, "remote_tokens"),
         ({"remote_addresses": None, "remote_host": "a", "remote_port": 1, "tp_size": 0}, "tp_size"),
     ],
@@ -54,4 +57,5 @@ def test_what_cant_be_meant_is_named(wrong: dict[str, object], named: str) -> No
 
 def test_a_minted_id() -> None:
     assert minted({}) is None
-    assert minted({"transfer_id": "abc"}) == "abc"
+    assert minted({"transfer_id": "abc"}) == Ticket("abc")
+    assert minted({"transfer_id": "abc", "attempt": 1, "deadline": 2.5}) == Ticket("abc", 1, 2.5)

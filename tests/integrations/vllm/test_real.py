@@ -66,6 +66,9 @@ def pair(model: str, alone: object) -> Iterator[tuple[Any, Any]]:
     left.hear(event="up")  # one after the other: both need the same core
     right = real.Instance(model, real.transfer(load_timeout=20), num_gpu_blocks_override=41)
     right.hear(event="up")
+    said = left.prefill([prompt(999, 10)])
+    left.addresses = said[0]["remote_addresses"]
+    right.answers([prompt(999, 10)], said)
     yield left, right
     left.close()
     right.close()
@@ -108,7 +111,7 @@ def test_prefixes_that_are_there(pair: tuple[Any, Any], alone: dict[str, list[li
 
 def test_router_that_mints_ids(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
     left, right = pair
-    host, port = left.prefill(PROMPTS["few"][:1])[0]["remote_addresses"][0].removeprefix("tcp://").split(":")
+    host, port = left.addresses[0].removeprefix("tcp://").split(":")
     ids = [uuid.uuid4().hex for _ in PROMPTS["few"]]
     where = {"do_remote_prefill": True, "remote_bootstrap_addr": f"http://{host}:{port}"}
     # The decode side comes first, and waits.
@@ -141,8 +144,8 @@ def test_aborted_at_the_decode_side(pair: tuple[Any, Any], alone: dict[str, list
 
 def test_aborted_while_it_waits(pair: tuple[Any, Any]) -> None:
     left, right = pair
-    address = left.prefill(PROMPTS["few"][:1])[0]["remote_addresses"]
-    params = {"do_remote_prefill": True, "remote_addresses": address, "transfer_id": uuid.uuid4().hex}
+    tid = uuid.uuid4().hex
+    params = {"do_remote_prefill": True, "remote_addresses": left.addresses, "transfer_id": tid}
     name = right.add(PROMPTS["few"][0], params=params)
     right.until(lambda state: state["held"] > 0)
     right.tell("abort", name=name)
@@ -152,9 +155,8 @@ def test_aborted_while_it_waits(pair: tuple[Any, Any]) -> None:
 def test_aborted_at_the_prefill_side(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
     """Who waits for its KV is told, and computes it."""
     left, right = pair
-    address = left.prefill(PROMPTS["few"][:1])[0]["remote_addresses"]
     tid = uuid.uuid4().hex
-    waiting = {"do_remote_prefill": True, "remote_addresses": address, "transfer_id": tid}
+    waiting = {"do_remote_prefill": True, "remote_addresses": left.addresses, "transfer_id": tid}
     name = right.add(PROMPTS["few"][0], params=waiting)
     right.until(lambda state: state["held"] > 0)
     behind = left.add(PROMPTS["few"][0], 1, {"do_remote_decode": True, "transfer_id": tid})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aiokv.integrations.vllm.orders import Blocks, Load, Release, Send, listed
+from aiokv.integrations.vllm.orders import Blocks, Load, Release, Send, Ticket, listed
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 
 HERE, THERE = "tcp://10.0.0.1:7000", "tcp://10.0.0.2:7000"
@@ -47,7 +47,7 @@ def test_a_load(half: SchedulerHalf) -> None:
     assert not half.orders()
     half.allocated(request, [[4, 5, 6, 7]], 68)
     half.allocated(request, [[4, 5, 6, 7]], 0)  # vLLM says so again once it is loaded
-    assert half.orders().loads == [Load("r", "t", (THERE,), (Blocks(32, (5, 6, 7)),), 32, 100)]
+    assert half.orders().loads == [Load("r", Ticket("t"), (THERE,), (Blocks(32, (5, 6, 7)),), 32, 100)]
     assert not half.orders()
     half.reported(["r"])
     assert half.finished(request, [[4, 5, 6, 7]], complete=True) == (False, None)
@@ -64,7 +64,7 @@ def test_all_of_it_is_here(half: SchedulerHalf) -> None:
     assert half.matched(request, 100) == 0
     half.allocated(request, [[4, 5, 6, 7]], 0)
     half.allocated(request, [[4, 5, 6, 7]], 0)
-    assert half.orders().releases == [Release("t", (THERE,))]
+    assert half.orders().releases == [Release(Ticket("t"), (THERE,))]
     assert not half.pending
 
 
@@ -82,7 +82,7 @@ def test_preempted_or_failed_it_is_computed(half: SchedulerHalf) -> None:
 def test_given_up_in_the_queue(half: SchedulerHalf) -> None:
     request = pulling()
     assert half.finished(request, [[]], complete=False) == (False, None)
-    assert half.orders().releases == [Release("t", (THERE,))]
+    assert half.orders().releases == [Release(Ticket("t"), (THERE,))]
 
 
 def test_given_up_while_it_loads(half: SchedulerHalf) -> None:
@@ -100,7 +100,7 @@ def test_what_is_left_is_held(half: SchedulerHalf) -> None:
     held, said = half.finished(request, [[4, 5, 6, 7]], complete=True)
     assert held
     assert half.pending
-    assert half.orders().sends == [Send("r", "minted", (Blocks(0, (4, 5, 6, 7)),), 100)]
+    assert half.orders().sends == [Send("r", Ticket("minted"), (Blocks(0, (4, 5, 6, 7)),), 100)]
     # The decode side reads it.
     assert said is not None
     other = SchedulerHalf([32], "other")
@@ -114,7 +114,7 @@ def test_nothing_is_left_of_what_was_given_up(half: SchedulerHalf, complete: boo
     assert not half.orders()  # nobody was told of it
     request.kv_transfer_params = {"do_remote_decode": True, "transfer_id": "t"}
     assert half.finished(request, [[4, 5, 6, 7]], complete=complete) == (False, None)
-    assert half.orders().refusals == ["t"]  # somebody may wait for it
+    assert half.orders().refusals == [Ticket("t")]  # somebody may wait for it
 
 
 def test_parameters_that_mean_nothing(half: SchedulerHalf) -> None:
