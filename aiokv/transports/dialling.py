@@ -1,4 +1,4 @@
-"""TCP sockets of data connections: where to listen, and how to dial."""
+"""TCP sockets of data connections: where to listen, what to say of it, and how to dial."""
 
 from __future__ import annotations
 
@@ -8,16 +8,82 @@ import ipaddress
 import os
 import socket
 from collections.abc import Sequence
+from typing import Annotated
 from urllib.parse import urlsplit
 
-__all__ = ["dial", "dial_more", "host_of", "listening"]
+import msgspec
+
+from aiokv.errors import DeviceError, PeerLostError
+from aiokv.transports.base import PeerInfo
+from aiokv.transports.handshake import new_token
+
+__all__ = ["Place", "dial_more", "open_place"]
 
 _BACKLOG = 512
 #: A numeric address, in the shapes that getaddrinfo gives.
 _Address = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 
 
-def host_of(address: str) -> str:
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a producer's data connections come in: what it says of that in HELLO."""
+
+    #: Where to dial; empty for the host of the control address.
+    host: str
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    #: What consumers prove that they know.
+    token: bytes
+
+    def encode(self) -> bytes:
+        """As it goes over the wire."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, description: bytes) -> Place:
+        """The place that a producer described.
+
+        Raises:
+            PeerLostError: It described none.
+        """
+        try:
+            return msgspec.msgpack.decode(description, type=cls)
+        except msgspec.DecodeError as error:
+            raise PeerLostError(f"not a description: {error}") from error
+
+    async def dial(self, peer: PeerInfo) -> socket.socket:
+        """A connection there.
+
+        Raises:
+            OSError, ValueError: It can't be reached.
+        """
+        return await _dial(self.host or _host_of(peer.address), self.port)
+
+
+async def open_place(
+    name: str, host: str, ports: Sequence[int], advertise: str | None
+) -> tuple[socket.socket, Place]:
+    """Listen for consumers of a transport.
+
+    Args:
+        name: Of the transport.
+        host: Where to listen.
+        ports: The first of them that can be had.
+        advertise: Host that consumers are told to dial; None: the one that is listened at, or where that is
+            all of them, the one that control messages go to.
+
+    Raises:
+        DeviceError: None of the ports can be had.
+    """
+    try:
+        sock = await _listening(host, ports)
+    except OSError as error:
+        which = ", ".join(map(str, ports))
+        raise DeviceError(f"{name}: can't listen at {host}, port {which}: {error}") from error
+    at, port = sock.getsockname()[:2]
+    everywhere = ipaddress.ip_address(at.partition("%")[0]).is_unspecified
+    return sock, Place(advertise or ("" if everywhere else at), port, new_token())
+
+
+def _host_of(address: str) -> str:
     """Where a peer's data connections come in that told nothing of it: the host of its control address.
 
     Raises:
@@ -39,7 +105,7 @@ async def _resolve(host: str, port: int) -> list[tuple[int, _Address]]:
     return [(family, address) for family, _, _, _, address in infos]
 
 
-async def listening(host: str, ports: Sequence[int]) -> socket.socket:
+async def _listening(host: str, ports: Sequence[int]) -> socket.socket:
     """A socket that listens at the first of the ports that can be had.
 
     Raises:
@@ -69,7 +135,7 @@ def _socket(family: int) -> socket.socket:
     return sock
 
 
-async def dial(host: str, port: int) -> socket.socket:
+async def _dial(host: str, port: int) -> socket.socket:
     """A connected, non-blocking socket; the first address that answers.
 
     Raises:

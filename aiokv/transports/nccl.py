@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, cast
-
-import msgspec
+from typing import TYPE_CHECKING, cast
 
 from aiokv.device.base import Buffer, StagingDevice
 from aiokv.device.gate import Gate, gated
@@ -26,10 +23,9 @@ from aiokv.device.poller import CompletionPoller
 from aiokv.errors import AiokvError, ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.proto.settings import Settings
 from aiokv.transports.base import Link, PeerInfo
-from aiokv.transports.dialling import dial, host_of, listening
+from aiokv.transports.dialling import Place, open_place
 from aiokv.transports.ends import keep_until_lost
 from aiokv.transports.greeting import greet
-from aiokv.transports.handshake import new_token
 from aiokv.transports.listener import Listener
 from aiokv.transports.nccl_calls import Calls, load
 from aiokv.transports.nccl_home import Home
@@ -56,15 +52,6 @@ _STAGING_BYTES = Settings().nccl_staging_bytes
 _PROOF_S = 15.0
 #: How long closing waits for aborted communicators, in seconds; what takes longer is left to its thread.
 _CLOSE_S = 5.0
-
-
-class _Description(msgspec.Struct, frozen=True, array_like=True):
-    """What the producer sends in HELLO."""
-
-    #: Where to dial; empty for the host of the control address.
-    host: str
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    token: bytes
 
 
 class NcclTransport:
@@ -105,7 +92,7 @@ class NcclTransport:
         self._listener: Listener | None = None
         self._home: Home | None = None
         self._memory: Buffer | None = None
-        self._description = _Description("", 0, b"")
+        self._place = Place("", 0, b"")
         self._accepted: dict[bytes, NcclSender] = {}
 
     @property
@@ -125,21 +112,14 @@ class NcclTransport:
         kind = "cuda" if self._calls is None else self._calls.kind
         if cache.device.kind != kind:
             raise DeviceError(f"nccl: the cache is {cache.device.kind} memory, and only a GPU's can be sent")
-        try:
-            sock = await listening(host, self._ports)
-        except OSError as error:
-            which = ", ".join(map(str, self._ports))
-            raise DeviceError(f"nccl: can't listen at {host}, port {which}: {error}") from error
+        sock, place = await open_place(self.name, host, self._ports, self._advertise)
         try:
             home = await self._prepare(cache)
         except BaseException:
             sock.close()
             raise
-        at, port = sock.getsockname()[:2]
-        everywhere = ipaddress.ip_address(at.partition("%")[0]).is_unspecified
-        told = self._advertise or ("" if everywhere else at)
-        self._description = _Description(told, port, new_token())
-        self._listener = Listener(sock, self._description.token, admit=self._admit)
+        self._place = place
+        self._listener = Listener(sock, self._place.token, admit=self._admit)
         self._home, self._started = home, True
 
     async def _prepare(self, cache: KVCache) -> Home:
@@ -197,7 +177,7 @@ class NcclTransport:
     def describe(self) -> bytes:
         """Host, port and token."""
         self._opened()
-        return msgspec.msgpack.encode(self._description)
+        return self._place.encode()
 
     def _opened(self) -> Home:
         if self._listener is None or self._home is None:
@@ -208,11 +188,8 @@ class NcclTransport:
         """Dial the producer, and have some bytes sent through a first communicator."""
         home = self._opened()
         try:
-            there = msgspec.msgpack.decode(description, type=_Description)
-        except msgspec.DecodeError as error:
-            raise PeerLostError(f"nccl to {peer.address}: not a description: {error}") from error
-        try:
-            sock = await dial(there.host or host_of(peer.address), there.port)
+            there = Place.decode(description)
+            sock = await there.dial(peer)
             try:
                 welcome = await greet(sock, there.token)
                 self._opened()

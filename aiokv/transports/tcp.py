@@ -8,19 +8,16 @@ know the token; the data on them is neither encrypted nor authenticated.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from aiokv.errors import CapacityError, ClosedError, DeviceError, LocalProtocolError, PeerLostError
 from aiokv.transports.base import Link, PeerInfo
-from aiokv.transports.dialling import dial, dial_more, host_of, listening
+from aiokv.transports.dialling import Place, dial_more, open_place
 from aiokv.transports.ends import keep_until_lost
 from aiokv.transports.greeting import greet, join
-from aiokv.transports.handshake import MAX_STREAMS, STREAMS, new_token
+from aiokv.transports.handshake import MAX_STREAMS, STREAMS
 from aiokv.transports.listener import Listener
 from aiokv.transports.receiver import Receiver
 from aiokv.transports.sender import Sender
@@ -37,15 +34,6 @@ __all__ = ["TcpTransport"]
 
 #: Links that consumers may have to one transport at a time.
 _MAX_LINKS = 4096
-
-
-class _Description(msgspec.Struct, frozen=True, array_like=True):
-    """What the producer sends in HELLO."""
-
-    #: Where to dial; empty for the host of the control address.
-    host: str
-    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    token: bytes
 
 
 class TcpTransport:
@@ -82,7 +70,7 @@ class TcpTransport:
         self._started = False
         #: None until started and when closed.
         self._listener: Listener | None = None
-        self._description = _Description("", 0, b"")
+        self._place = Place("", 0, b"")
         self._io = VectorIO()
         #: Where a GPU's bytes pass through; None for host memory, and until started.
         self._staging: Staging | None = None
@@ -108,16 +96,9 @@ class TcpTransport:
             raise DeviceError(
                 f"tcp: the cache is {cache.device.kind} memory; the host's and GPUs' can be sent"
             )
-        try:
-            sock = await listening(host, self._ports)
-        except OSError as error:
-            which = ", ".join(map(str, self._ports))
-            raise DeviceError(f"tcp: can't listen at {host}, port {which}: {error}") from error
-        at, port = sock.getsockname()[:2]
-        everywhere = ipaddress.ip_address(at.partition("%")[0]).is_unspecified
-        told = self._advertise or ("" if everywhere else at)
-        self._description = _Description(told, port, new_token())
-        self._listener = Listener(sock, self._description.token, streams=self._streams, admit=self._admit)
+        sock, place = await open_place(self.name, host, self._ports, self._advertise)
+        self._place = place
+        self._listener = Listener(sock, self._place.token, streams=self._streams, admit=self._admit)
         if cache.device.kind == "cuda":
             self._staging = Staging(cache, self._staging_bytes, self._pinned_bytes)
         self._started = True
@@ -136,7 +117,7 @@ class TcpTransport:
     def describe(self) -> bytes:
         """Host, port and token."""
         self._check_open()
-        return msgspec.msgpack.encode(self._description)
+        return self._place.encode()
 
     def _check_open(self) -> None:
         if self._listener is None:
@@ -145,14 +126,11 @@ class TcpTransport:
     async def connect(self, description: bytes, peer: PeerInfo) -> Link:
         """Dial the producer and prove, both ways, that the token is known."""
         self._check_open()
-        try:
-            there = msgspec.msgpack.decode(description, type=_Description)
-        except msgspec.DecodeError as error:
-            raise PeerLostError(f"tcp to {peer.address}: not a description: {error}") from error
         socks: list[socket.socket] = []
         try:
             try:
-                socks.append(await dial(there.host or host_of(peer.address), there.port))
+                there = Place.decode(description)
+                socks.append(await there.dial(peer))
                 welcome = await greet(socks[0], there.token, self._streams)
                 await dial_more(socks, welcome.streams)
                 await join(socks[1:], welcome)
