@@ -33,7 +33,7 @@ class Member:
         joined_at: When the first one came (ns).
         heard_at: When the last one came (ns).
         verified: It was found at its HTTP address.
-        suspect: It couldn't be reached; not chosen until the next report.
+        suspect: It couldn't be reached; not chosen until it reports and was found again.
         in_flight: Requests of this router's that it has.
         served: Requests that it was given so far.
         rate: KV bytes a second that it moved between its last two reports.
@@ -160,7 +160,8 @@ class Registry:
         member.rate = moved / passed * 1e9 if passed > 0 and moved > 0 else 0.0
         member.report = report
         member.heard_at = max(now, member.heard_at)
-        member.suspect = False
+        if member.suspect:  # it lives; whether its server does is to be asked
+            member.suspect = member.verified = False
 
     def verified(self, incarnation: bytes) -> list[Member]:
         """It is at its HTTP address. Gives those that were there before it, which are gone."""

@@ -164,7 +164,9 @@ def test_who_drains_or_cannot_be_reached_is_passed_over() -> None:
     registry.suspect(one)
     assert registry.groups("m") == []
     assert "no prefill instance" in registry.lacking("m")
-    registry.report(report(1, 2), 0)
+    assert registry.report(report(1, 2), 0).ask  # it lives; its server may not
+    assert registry.groups("m") == []
+    registry.verified(one)
     assert registry.groups("m")
     registry.report(report(1, 3, draining=True), 0)
     assert registry.groups("m") == []
