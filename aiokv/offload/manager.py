@@ -17,7 +17,7 @@ import numpy as np
 from aiokv.errors import LocalProtocolError
 from aiokv.offload.judges import Judges
 from aiokv.offload.offered import Offered
-from aiokv.offload.places import FreePlaces, ascending
+from aiokv.offload.places import FreePlaces, Places, array_of, ascending
 from aiokv.offload.policies import Admission, Key, Policy
 
 __all__ = ["BlockTable"]
@@ -60,6 +60,8 @@ class BlockTable:
         #: Places that are pending, and places that are in use (pending ones count).
         self.pending = 0
         self.in_use = 0
+        #: Places in use of which the block was dropped.
+        self.detached = 0
 
     # -- what there is
 
@@ -121,7 +123,7 @@ class BlockTable:
         places = list(map(self._places.get, keys))
         if None in places:
             del places[places.index(None) :]
-        found = cast("list[int]", places)
+        found = Places(cast("list[int]", places))
         self.pin(found)
         if found:
             self._judges.used(found, hit=True)
@@ -131,7 +133,7 @@ class BlockTable:
         """Use blocks that are in use already, or found just now."""
         pins = self._pins
         if len(places) > _MANY:
-            where = np.array(places, dtype=np.int64)
+            where = array_of(places)
             counts = np.frombuffer(pins, np.int32)
             there = counts[where]
             counts[where] = there + 1
@@ -160,6 +162,7 @@ class BlockTable:
             elif not followers[place]:
                 idle.append(place)
         if gone:
+            self.detached -= len(gone)
             self._free.give(gone)
         if idle:
             self._judges.idle(idle)
@@ -168,7 +171,7 @@ class BlockTable:
         """Count down; those that nobody uses any more."""
         pins = self._pins
         if len(places) > _MANY:
-            where = np.array(places, dtype=np.int64)
+            where = array_of(places)
             counts = np.frombuffer(pins, np.int32)
             left = counts[where] - 1
             if left.min() >= 0:
@@ -263,6 +266,7 @@ class BlockTable:
         self._followers = array("i", [0]) * count
         self._free = FreePlaces()
         self._free.give(np.flatnonzero(np.frombuffer(self._pins, np.int32) == 0).tolist())
+        self.detached = self.in_use
         if keys:
             self._gone(places, keys, "reset")
         return len(keys)
@@ -375,7 +379,9 @@ class BlockTable:
         self._gone(places, keys, why)
         if idle:
             self._judges.idle(idle)
-        self._free.give([place for place in places if not self._pins[place]])
+        unused = [place for place in places if not self._pins[place]]
+        self.detached += len(places) - len(unused)
+        self._free.give(unused)
 
     def _gone(self, places: Sequence[int], keys: Sequence[Key], why: str) -> None:
         self._judges.removed(places, keys, evicted=why == "evicted")

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice, pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["FreePlaces", "ascending", "runs_of"]
+__all__ = ["FreePlaces", "Places", "array_of", "ascending", "runs_of"]
 
 #: From so many places on numpy is faster.
 _MANY = 100
 #: Runs of the wanted size class that are tried; a longer one fits anyway.
 _LOOKED_AT = 4
+
+
+class Places(list[int]):
+    """Places that are counted up and down as an array, which is made once."""
+
+    __slots__ = ("where",)
+
+    def __init__(self, places: Iterable[int]) -> None:
+        super().__init__(places)
+        #: The same as they were first; None until somebody asked.
+        self.where: NDArray[np.int64] | None = None
+
+
+def array_of(places: Sequence[int]) -> NDArray[np.int64]:
+    """Places as an array."""
+    if not isinstance(places, Places):
+        return np.array(places, dtype=np.int64)
+    if places.where is None:
+        places.where = np.array(places, dtype=np.int64)
+    return places.where[: len(places)]  # some may have been cut off
 
 
 class FreePlaces:

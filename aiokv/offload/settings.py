@@ -41,7 +41,7 @@ class TierSettings:
     segment_bytes: int = 256 << 20
     part_bytes: int = 256 << 20
     chunk_bytes: int = 1 << 20
-    window_bytes: int = 256 << 20
+    window_bytes: int = 512 << 20
     drain_s: float = 2.0
     retries: int = 1
     events: int = 4096

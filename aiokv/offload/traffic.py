@@ -138,14 +138,12 @@ class Traffic:
     def load(self, places: Sequence[int], wanted: Wanted) -> Progress:
         """Begin to bring places into blocks, but for those that are on their way there already."""
         # What turned out to be bad since it was found is a miss.
-        keys = self.table.keys_at(places)
-        if None in keys:
+        if self.table.detached and None in (keys := self.table.keys_at(places)):
             places = places[: keys.index(None)]
         runs: list[Run] = []
         fresh: list[int] = []
-        firsts = wanted.blocks[0].ids[:: self._ratios[0]]
         if self._loading:
-            self._join(places, wanted, firsts.tolist(), runs, fresh)
+            self._join(places, wanted, runs, fresh)
         else:
             fresh.extend(range(len(places)))
         own: list[Batch] = []
@@ -162,13 +160,11 @@ class Traffic:
             self._submissions.go_on()
         return self._followed(Progress.of(runs, own))
 
-    def _join(
-        self, places: Sequence[int], wanted: Wanted, firsts: Sequence[int], runs: list[Run], fresh: list[int]
-    ) -> None:
+    def _join(self, places: Sequence[int], wanted: Wanted, runs: list[Run], fresh: list[int]) -> None:
         """Find what is on its way to the same blocks already; the rest is ``fresh``, and None in ``runs``."""
-        index = 0
+        index, firsts = 0, wanted.blocks[0].ids[:: self._ratios[0]]
         while index < len(places):
-            other = self._loading.get(firsts[index])
+            other = self._loading.get(int(firsts[index]))
             same = 0 if other is None else self._same(*other, places, wanted, index)
             if other is not None and same:
                 runs.append((other[0], other[1], other[1] + same))

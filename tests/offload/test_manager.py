@@ -273,6 +273,6 @@ def test_at_random_it_stays_whole(policy: type[Policy], seed: int) -> None:  # n
         held.release(places)
     for places in writing:
         held.finish(places, ok=True)
-    assert (held.in_use, held.pending) == (0, 0)
+    assert (held.in_use, held.pending, held.detached) == (0, 0, 0)
     assert held.free + len(held) == held.capacity
     assert store(held, keys("z", 24)).kept == 24, "all that is there can go"
