@@ -3,6 +3,7 @@
 from aiokv.ranks.batch import Batch
 from aiokv.ranks.group import RankGroup, RankStatistics
 from aiokv.ranks.outcomes import Failed, Hit, Miss, Outcome, Severity
+from aiokv.ranks.turn import Turn
 from aiokv.ranks.units import Blocks, Tokens
 
 __all__ = [
@@ -16,4 +17,5 @@ __all__ = [
     "RankStatistics",
     "Severity",
     "Tokens",
+    "Turn",
 ]

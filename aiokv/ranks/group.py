@@ -16,6 +16,7 @@ from aiokv.ranks.base import Collective
 from aiokv.ranks.batch import Batch
 from aiokv.ranks.outcomes import Outcome
 from aiokv.ranks.rounds import Rounds
+from aiokv.ranks.turn import Turn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -166,6 +167,25 @@ class RankGroup:
             deadline: As for ``agree``; from when the block is left.
         """
         return Batch(self._rounds, size, keys, self._seconds(deadline))
+
+    def turn(
+        self, size: int = 1, *, keys: Iterable[bytes] | None = None, deadline: float | None = None
+    ) -> Turn:
+        """The next place in the order of batches, for whoever has several at once in a known order.
+
+        Turns are reduced in the order in which they were taken, which has to be the same on all ranks,
+        whenever each is entered: those behind one that isn't entered yet wait for it. So every turn has to be
+        entered, or ``fail``. As long as one is waited for, ``agree`` and ``batch`` are refused.
+
+        Args:
+            size: Requests of the batch, the same on all ranks.
+            keys: As for ``agree``.
+            deadline: As for ``agree``; from when it is entered.
+
+        Raises:
+            AiokvError: As of ``agree``, on this rank alone; BusyError only while a ``batch`` is open.
+        """
+        return Turn(self._rounds, size, keys, self._seconds(deadline))
 
     def statistics(self) -> RankStatistics:
         """A snapshot of what was done so far."""

@@ -24,7 +24,7 @@ from aiokv.ranks.base import Collective
 from aiokv.ranks.outcomes import Outcome
 from aiokv.ranks.units import MOST
 
-__all__ = ["Rounds"]
+__all__ = ["Place", "Rounds"]
 
 _log = logging.getLogger("aiokv")
 
@@ -35,16 +35,17 @@ _DRAIN_S = 2.0
 _EXPECTED_NS = 150_000
 
 
-class _Entry:
-    """One batch that this rank entered: first come, first reduced."""
+class Place:
+    """One batch in the order of this rank's: first come, first reduced, once it is entered."""
 
-    __slots__ = ("agreement", "deadline_s", "future", "timer")
+    __slots__ = ("agreement", "deadline_s", "future", "number", "timer")
 
-    def __init__(
-        self, agreement: Agreement, deadline_s: float, future: asyncio.Future[list[Outcome]]
-    ) -> None:
-        self.agreement = agreement
-        self.deadline_s = deadline_s
+    def __init__(self, number: int, future: asyncio.Future[list[Outcome]]) -> None:
+        #: Of the batch, as this rank counts.
+        self.number = number
+        #: None until it is entered; those behind it wait for that.
+        self.agreement: Agreement | None = None
+        self.deadline_s = 0.0
         #: Only a bell. Cancelled once nobody waits; the reduction goes on, since others take part in it.
         self.future = future
         #: None for a batch of which nothing is sent.
@@ -83,8 +84,8 @@ class Rounds:
         self._make_poller = poller
         #: The loop that this belongs to; None before the first batch.
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: Batches that are not over. The first is being reduced; somebody may wait for the last.
-        self._entries: deque[_Entry] = deque()
+        #: Batches that are not over. The first is being reduced, if it was entered.
+        self._places: deque[Place] = deque()
         #: Of the reduction that is on its way; None between two.
         self._event: Event | None = None
         #: Number of the batch that was entered last.
@@ -102,6 +103,7 @@ class Rounds:
             AiokvError: As for ``enter``.
         """
         self._check(None)
+        self._expect_nobody()
         self.holder = holder
 
     def enter(
@@ -129,22 +131,40 @@ class Rounds:
             PeerLostError: The group was given up.
             LocalProtocolError: It belongs to another loop.
         """
-        loop = self._check(holder)
+        self._check(holder)
+        self._expect_nobody()
         self.holder = None
+        place = self.take()
+        self.fill(place, outcomes, keys, deadline_s)
+        return place.future
+
+    def take(self) -> Place:
+        """Take the next place, behind all that are waited for; it has to be filled, whatever happens.
+
+        Raises:
+            AiokvError: As for ``enter``, but that others may wait.
+        """
+        loop = self._check(None)
         self._number += 1
+        place = Place(self._number, loop.create_future())
+        self._places.append(place)
+        return place
+
+    def fill(
+        self, place: Place, outcomes: Sequence[Outcome], keys: Iterable[bytes] | None, deadline_s: float
+    ) -> None:
+        """Enter the batch of a place, once; arguments as for ``enter``. Never blocks or raises."""
+        if place.agreement is not None or place not in self._places:
+            return  # the group was given up meanwhile
         collective = self._collective
-        agreement = Agreement(
-            outcomes, keys, batch=self._number & MOST, rank=collective.rank, world=collective.size
+        place.agreement = Agreement(
+            outcomes, keys, batch=place.number & MOST, rank=collective.rank, world=collective.size
         )
-        entry = _Entry(agreement, deadline_s, loop.create_future())
-        if agreement.empty:
-            self._finish(entry)
-            return entry.future
-        entry.timer = loop.call_later(deadline_s, self._on_deadline, entry)
-        self._entries.append(entry)
-        if len(self._entries) == 1:
+        place.deadline_s = deadline_s
+        if not place.agreement.empty:
+            place.timer = place.future.get_loop().call_later(deadline_s, self._on_deadline, place)
+        if place is self._places[0]:
             self._begin()
-        return entry.future
 
     def close(self) -> None:
         """Give the group up; who waits gets ClosedError. May be called twice."""
@@ -163,18 +183,27 @@ class Rounds:
             self._loop, self.poller = loop, self._make_poller(loop)
         elif loop is not self._loop:
             raise LocalProtocolError("a group of ranks belongs to the loop that used it first")
-        if self.holder is not holder or (self._entries and not self._entries[-1].future.done()):
-            raise BusyError("another task is at it: one batch at a time, in the same order on every rank")
+        if self.holder is not holder:
+            raise _busy()
         return loop
 
+    def _expect_nobody(self) -> None:
+        if self._places and not self._places[-1].future.done():
+            raise _busy()
+
     def _begin(self) -> None:
-        """Begin the next round of the first batch."""
-        entry, collective, poller = self._entries[0], self._collective, self.poller
-        if poller is None:
+        """Begin the next round of the first batch, if it was entered."""
+        while self._places and (agreement := self._places[0].agreement) is not None and agreement.empty:
+            self._finish(self._places.popleft(), agreement)
+        collective, poller = self._collective, self.poller
+        if not self._places or poller is None:
             return
-        entry.agreement.write(collective.vector)
+        place = self._places[0]
+        if place.agreement is None:
+            return
+        place.agreement.write(collective.vector)
         try:
-            event = collective.reduce(entry.deadline_s + _DRAIN_S)
+            event = collective.reduce(place.deadline_s + _DRAIN_S)
         except AiokvError as error:
             self._fail(error)
             return
@@ -189,35 +218,36 @@ class Rounds:
         try:
             if error is not None:
                 raise error
-            more = self._entries[0].agreement.read(self._collective.vector)
+            agreement = self._places[0].agreement
+            more = agreement is not None and agreement.read(self._collective.vector)
         except DeviceError as failure:
             self._fail(failure)
             return
-        if not more:
-            self._finish(self._entries.popleft())
-        if self._entries:
-            self._begin()
+        if agreement is not None and not more:
+            self._finish(self._places.popleft(), agreement)
+        self._begin()
 
-    def _finish(self, entry: _Entry) -> None:
+    def _finish(self, place: Place, agreement: Agreement) -> None:
         """A batch is over: tell who waits."""
         # Where the ranks had counted differently, they go on from the highest.
-        ahead = entry.agreement.ahead
-        self._number += ahead
-        for later in self._entries:
-            later.agreement.batch = (later.agreement.batch + ahead) & MOST
+        self._number += agreement.ahead
+        for later in self._places:
+            later.number += agreement.ahead
+            if later.agreement is not None:
+                later.agreement.batch = later.number & MOST
         try:
-            agreed = entry.agreement.agreed()
+            agreed = agreement.agreed()
         except Exception as error:  # noqa: BLE001 - it belongs to whoever waits
             self.differed += 1
-            entry.settle(error)
+            place.settle(error)
             return
         self.agreed += 1
-        if entry.timer is not None:
-            entry.timer.cancel()
-        if not entry.future.done():
-            entry.future.set_result(agreed)
+        if place.timer is not None:
+            place.timer.cancel()
+        if not place.future.done():
+            place.future.set_result(agreed)
 
-    def _on_deadline(self, entry: _Entry) -> None:
+    def _on_deadline(self, place: Place) -> None:
         # The verdict comes after one more look: the loop itself may have been late.
         while (event := self._event) is not None:
             error = None
@@ -227,13 +257,13 @@ class Rounds:
             except DeviceError as failure:
                 error = failure
             self._on_reduced(event, error)
-        if entry not in self._entries:
+        collective, agreement = self._collective, place.agreement
+        if place not in self._places or agreement is None:
             return
-        collective, agreement = self._collective, entry.agreement
         self._end(
             DeadlineExceeded(
                 f"rank {collective.rank} of {collective.size}: not all ranks came to a batch of "
-                f"{agreement.size} requests within {entry.deadline_s:g} s; rounds over: {agreement.rounds}"
+                f"{agreement.size} requests within {place.deadline_s:g} s; rounds over: {agreement.rounds}"
             )
         )
 
@@ -258,9 +288,13 @@ class Rounds:
                 _log.warning("%s", error)
         if self.poller is not None:
             self.poller.close()
-        while self._entries:
-            entry = self._entries.popleft()
+        while self._places:
+            place = self._places.popleft()
             self.given_up += 1
             # A batch that couldn't be agreed on anyway says that, which is what can be mended.
-            entry.settle(entry.agreement.fault or error)
+            place.settle(place.agreement.fault if place.agreement and place.agreement.fault else error)
         self._collective.close()
+
+
+def _busy() -> BusyError:
+    return BusyError("another task is at it: one batch at a time, in the same order on every rank")

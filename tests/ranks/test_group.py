@@ -18,12 +18,13 @@ from aiokv.device.poller import CompletionPoller
 from aiokv.device.timer import MicroTimer
 from aiokv.errors import (
     BusyError,
+    CapacityError,
     ClosedError,
     DeadlineExceeded,
     LocalProtocolError,
     PeerLostError,
 )
-from aiokv.ranks import Blocks, Failed, Hit, Miss, RankGroup, Severity, Tokens
+from aiokv.ranks import Blocks, Failed, Hit, Miss, Outcome, RankGroup, Severity, Tokens
 from aiokv.ranks.vector import REQUESTS
 from aiokv.testing.conformance.ranks import CASES, drawn, expected
 from aiokv.testing.ranks import MemoryRanks
@@ -434,6 +435,86 @@ async def test_who_is_cancelled_while_waiting_leaves_the_place_to_the_next() -> 
             await groups[0].agree([Miss()])
         assert await groups[1].agree([Hit(Blocks(9))]) == [Hit(Blocks(4))]
         assert await groups[1].agree([Hit(Blocks(9))]) == await next_one == [Hit(Blocks(8))]
+
+
+# -- turns
+
+
+@given(seed=st.integers(0, 2**32), size=st.integers(1, 4), count=st.integers(1, 12))
+def test_turns_are_agreed_on_in_their_order_whenever_they_are_entered(
+    seed: int, size: int, count: int
+) -> None:
+    draw = random.Random(seed)
+    requests = [draw.choice([0, 1, 1, 2, REQUESTS + 1]) for _ in range(count)]
+    fates = [[draw.choice(["", "", "", "fails", "cancelled"]) for _ in range(count)] for _ in range(size)]
+
+    async def one(group: RankGroup, number: int, pace: random.Random) -> None:
+        fate, wanted = fates[group.rank][number], requests[number]
+        turn = group.turn(wanted, keys=[b"%d" % number] * wanted)
+        await asyncio.sleep(pace.choice([0, 0.001, 0.1]))
+        if fate == "fails":
+            turn.fail(CapacityError("no room"))
+            return
+        entered = turn.enter([Hit(Blocks(number + 1 + group.rank))] * wanted)
+        if fate == "cancelled":
+            entered.cancel()
+            return
+        failed = any(column[number] == "fails" for column in fates)
+        agreed: Outcome = Failed(Severity.CAPACITY) if failed else Hit(Blocks(number + 1))
+        assert await entered == [agreed] * wanted
+        assert await turn.enter([Miss()]) == [agreed] * wanted  # too late to count
+
+    async def rank(group: RankGroup) -> None:
+        pace = random.Random(seed + group.rank)
+        # A task each; tasks begin in the order in which they were made.
+        await asyncio.gather(*(one(group, number, pace) for number in range(count)))
+
+    async def play(ranks: MemoryRanks, groups: list[RankGroup]) -> None:
+        await asyncio.gather(*map(rank, groups))
+        while any(group.statistics().agreed < count for group in groups):  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.01)
+        assert ranks.reductions == sum(-(-wanted // REQUESTS) for wanted in requests)
+
+    virtually(seed, size, play)
+
+
+@pytest.mark.asyncio
+async def test_as_long_as_turns_are_taken_others_are_refused() -> None:
+    async with several(1) as (_, (group,)):
+        first, second = group.turn(), group.turn()
+        late = second.enter([Hit(Blocks(2))])
+        for other in (group.agree([Miss()]), group.batch(1).__aenter__()):
+            with pytest.raises(BusyError):
+                await other
+        assert await first.enter([Miss()]) == [Miss()]
+        assert await late == [Hit(Blocks(2))]
+        async with group.batch(1):
+            with pytest.raises(BusyError):
+                group.turn()
+
+
+@pytest.mark.asyncio
+async def test_turns_end_with_the_group_and_one_that_is_never_entered_costs_the_deadline() -> None:
+    async with several(1, deadline=0.01) as (ranks, (group,)):
+        first, second = group.turn(), group.turn()
+        with pytest.raises(DeadlineExceeded):
+            await second.enter([Miss()])
+        with pytest.raises(DeadlineExceeded):
+            await first.enter([Miss()])
+        with pytest.raises(PeerLostError):
+            group.turn()
+        first.fail(MemoryError())
+        assert not ranks.reductions
+
+
+@pytest.mark.asyncio
+async def test_turns_go_on_from_the_highest_number_where_a_rank_left_one_out() -> None:
+    async with several(2) as (_, groups):
+        await groups[1].agree([])
+        turns = [[group.turn(keys=[b"%d" % number]) for number in range(3)] for group in groups]
+        answers = [turn.enter([Hit(Blocks(1))]) for side in turns for turn in side]
+        found = await asyncio.gather(*answers, return_exceptions=True)
+        assert [isinstance(each, LocalProtocolError) for each in found] == [True, False, False] * 2
 
 
 @pytest.mark.asyncio
