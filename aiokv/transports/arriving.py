@@ -31,13 +31,14 @@ class Arriving:
         landed: Told of each chunk that is in place.
     """
 
-    __slots__ = ("_seen", "dst", "landed", "plan")
+    __slots__ = ("_seen", "_wanted", "dst", "landed", "plan")
 
     def __init__(self, plan: CopyPlan, dst: Sequence[Buffer], landed: Callable[[Chunk], None]) -> None:
         self.plan = plan
         self.dst = dst
         self.landed = landed
         self._seen = Seen(plan)
+        self._wanted = True
 
     def begin(self, chunk: Chunk) -> Sequence[Chunk]:
         """A chunk begins to arrive, each once: the parts of it, in order, that are to be placed one by one.
@@ -66,7 +67,16 @@ class Arriving:
 
     def complete(self, chunk: Chunk) -> None:
         """All of what was placed is there."""
-        self.landed(chunk)
+        self.tell(chunk)
+
+    def tell(self, chunk: Chunk) -> None:
+        """So much is in place: whoever wants to know is told."""
+        if self._wanted:
+            self.landed(chunk)
+
+    def forget(self) -> None:
+        """Tell nobody of what lands from now on."""
+        self._wanted = False
 
 
 class Parts:
@@ -83,8 +93,15 @@ class Parts:
         return tag in self.expected or tag in self.forgotten
 
     def forget(self, tag: bytes) -> None:
-        """Drain what comes of a part from now on."""
-        self.expected.pop(tag, None)
+        """Drain what comes of a part from now on, and tell nobody of it."""
+        if (part := self.expected.pop(tag, None)) is not None:
+            part.forget()
         self.forgotten[tag] = None
         if len(self.forgotten) > _FORGOTTEN:
             del self.forgotten[next(iter(self.forgotten))]
+
+    def drop(self) -> None:
+        """The link is over: nobody is told of anything."""
+        for part in self.expected.values():
+            part.forget()
+        self.expected.clear()

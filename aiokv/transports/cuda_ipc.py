@@ -22,23 +22,21 @@ import logging
 import os
 import secrets
 import socket
-import struct
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Protocol, cast
 
 import msgspec
 
-from aiokv.device.base import Buffer, Device, Event, Stream
+from aiokv.device.base import Buffer, Device
 from aiokv.device.cache import KVCache
 from aiokv.device.gate import gated
 from aiokv.device.offloop import off_loop
 from aiokv.errors import ClosedError, DeviceError, LocalProtocolError, PeerLostError
-from aiokv.proto.plan import Chunk, CopyPlan
 from aiokv.transports.base import PeerInfo
 from aiokv.transports.cuda_ipc_driver import HANDLE_BYTES, Allocation, CudaIpcDriver, IpcDriver
 from aiokv.transports.cuda_ipc_mappings import Mapped, Mappings, Wanted
+from aiokv.transports.cuda_ipc_reading import ConsumerEnd, ended, process_of
 from aiokv.transports.handshake import MAX_EXTRA, Welcome
 from aiokv.transports.local import LocalEnd, LocalTransport, Offer
 from aiokv.transports.patience import ended_within
@@ -48,15 +46,8 @@ __all__ = ["CudaIpcTransport"]
 _log = logging.getLogger(__name__)
 
 _NONCE = 32
-#: How many times faster than host memory a copy on a GPU is: so much at a time is submitted as one kernel, in
-#: about the time that the GPU takes for it.
-_PACE = 128
-#: Bytes a nanosecond within one GPU's memory.
-_RATE = 2000
 #: How long closing waits for copies that are in flight, in seconds.
 _PATIENCE_S = 2.0
-#: struct ucred: process, user and group id.
-_CREDENTIALS = struct.Struct("3i")
 
 _Handle = Annotated[bytes, msgspec.Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES)]
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -178,27 +169,22 @@ class CudaIpcTransport(LocalTransport):
                 gpu.register(mapped[number].base + offset, nbytes, mapped[number])
                 for number, offset, nbytes in there.buffers
             ]
-            return _ConsumerEnd(welcome.link, sock, self, cache.device, theirs, mapped)
+            return ConsumerEnd(welcome.link, sock, self.ends, self._mappings, cache.device, theirs, mapped)
         except BaseException:
-            self.unmap(mapped)
+            self._mappings.release(mapped)
             raise
 
     def _is_own(self, sock: socket.socket) -> bool:
         """Whether this very process listens at the other end, as the kernel says."""
-        return _process_of(sock) == os.getpid()
-
-    def unmap(self, mapped: Sequence[Mapped]) -> None:
-        """Let go of a producer's memory, which is unmapped off the loop once no link uses it."""
-        if self._mappings is not None:
-            self._mappings.release(mapped)
+        return process_of(sock) == os.getpid()
 
     async def aclose(self) -> None:
         """Close all links, and give back all memory, once no copy is in flight. May be called twice."""
         await super().aclose()
-        lingering = [end for end in self.ends if isinstance(end, _ConsumerEnd)]
+        lingering = [end for end in self.ends if isinstance(end, ConsumerEnd)]
         if lingering:
             reads = [read for end in lingering for read in end.reading]
-            waiting = off_loop(partial(_wait_for, reads), "aiokv-cuda-ipc")
+            waiting = off_loop(partial(ended, reads, _PATIENCE_S), "aiokv-cuda-ipc")
             await ended_within(2 * _PATIENCE_S, {waiting}, "cuda_ipc")
             for end in lingering:
                 end.look()
@@ -250,24 +236,6 @@ def _seen(work: asyncio.Future[None]) -> None:
     work.exception()
 
 
-def _process_of(sock: socket.socket) -> int:
-    """The process that listens at the other end, as the kernel says, not as that process does."""
-    process, _, _ = _CREDENTIALS.unpack(
-        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return int(process)
-
-
-def _held(process: int) -> int:
-    """A descriptor of another process, which stands for it also when its number is another's; or -1."""
-    if process in (0, os.getpid()):
-        return -1
-    try:
-        return os.pidfd_open(process)
-    except (AttributeError, OSError):
-        return -1
-
-
 async def _prove(mappings: Mappings, mapped: Mapped, nonce: bytes) -> None:
     """Read the nonce through the path.
 
@@ -280,130 +248,3 @@ async def _prove(mappings: Mappings, mapped: Mapped, nonce: bytes) -> None:
         raise PeerLostError(f"its GPU memory can't be read from here: {error}") from error
     if not hmac.compare_digest(found, nonce):
         raise PeerLostError("what it wrote is not what can be read here")
-
-
-def _wait_for(reads: Sequence[_Read]) -> None:
-    """Until none is in flight, or for so long. Blocks."""
-    until = time.monotonic() + _PATIENCE_S
-    while any(read.pending() for read in reads) and time.monotonic() < until:
-        time.sleep(0.001)
-
-
-class _Read:
-    """The event of one copy, which counts only if the producer was there until its end."""
-
-    __slots__ = ("_end", "_event", "_failure", "_over")
-
-    def __init__(self, end: _ConsumerEnd, event: Event, failure: DeviceError | None = None) -> None:
-        self._end = end
-        self._event = event
-        self._over = False
-        #: Why the bytes will not be in place, or are not.
-        self._failure = failure
-
-    def pending(self) -> bool:
-        """Whether the copy is in flight; from any thread."""
-        try:
-            return not self._event.done()
-        except DeviceError:
-            return False
-
-    def done(self) -> bool:
-        """Whether the bytes are in place.
-
-        Raises:
-            DeviceError: The copy failed, or the producer was gone when it ended.
-        """
-        if not self._over:
-            try:
-                if not self._event.done():
-                    return False
-            except DeviceError as error:
-                self._failure = self._failure or error
-            self._over = True
-            if self._failure is None and (self._end.lost or not self._end.alive()):
-                self._failure = DeviceError("the producer was gone before its memory was read")
-                self._failure.__cause__ = self._end.lost_error()
-            self._end.finished(self)
-        if self._failure is not None:
-            raise self._failure
-        return True
-
-
-class _ConsumerEnd(LocalEnd):
-    """Copies from the producer's memory, which stays mapped, and the socket open, while any copy does."""
-
-    def __init__(
-        self,
-        link: bytes,
-        sock: socket.socket,
-        owner: CudaIpcTransport,
-        device: Device,
-        theirs: Sequence[Buffer],
-        mapped: Sequence[Mapped],
-    ) -> None:
-        super().__init__(link, owner.name, sock, owner.ends)
-        self._owner = owner
-        self._device = device
-        self._theirs = theirs
-        self._mapped = mapped
-        #: Copies that were not seen to have ended.
-        self.reading: set[_Read] = set()
-        #: Readable once the producer's process has ended; -1 where that can't be told, or no more.
-        self._process = _held(_process_of(sock))
-        if self._process >= 0:
-            # A child that the producer forked may hold the socket open, but has not its memory.
-            self.watch(self._process)
-
-    @property
-    def pace(self) -> int:
-        """As of a GPU's memory."""
-        return _PACE
-
-    @property
-    def rate(self) -> int:
-        """As of a GPU's memory."""
-        return _RATE
-
-    def read(self, plan: CopyPlan, chunk: Chunk, dst: Sequence[Buffer], *, stream: Stream) -> Event:
-        """Enqueue the copy on this engine's own device and ``stream``."""
-        if self.lost:
-            raise self.lost_error()
-        failure: DeviceError | None = None
-        try:
-            self._device.copy(plan, chunk, self._theirs, dst, stream=stream)
-        except DeviceError as error:  # a part of it may have been enqueued, and reads their memory
-            failure = error
-        read = _Read(self, stream.record(), failure)
-        self.reading.add(read)
-        return read
-
-    def finished(self, read: _Read) -> None:
-        """A copy was seen to have ended."""
-        self.reading.discard(read)
-        if self.lost and not self.reading:
-            self.abandon()
-
-    def look(self) -> None:
-        """Ask those copies that nobody asked whether they have ended."""
-        for read in [read for read in self.reading if not read.pending()]:
-            self.finished(read)
-
-    def close(self) -> None:
-        """Read no more, and tell the producer as soon as nothing is being read."""
-        self._end("closed at this end")
-
-    def abandon(self) -> None:
-        """Let go of the socket and the memory, as soon as no copy is in flight."""
-        if self._process >= 0:
-            self._loop.remove_reader(self._process)
-            self._poll.unregister(self._process)
-            os.close(self._process)
-            self._process = -1
-        if self.reading:
-            self._loop.remove_reader(self._sock.fileno())
-            return
-        if self._mapped:
-            self._owner.unmap(self._mapped)
-            self._mapped = ()
-        super().abandon()

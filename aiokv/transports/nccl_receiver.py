@@ -306,7 +306,7 @@ class NcclReceiver(NcclEnd[_Chunk]):
 
     def _give_up(self) -> None:
         self._inbox.clear()
-        self._parts.expected.clear()
+        self._parts.drop()
         for patience in (self._early_until, self._drained_by):
             if patience is not None:
                 patience.cancel()

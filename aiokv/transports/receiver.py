@@ -67,4 +67,4 @@ class Receiver(StreamEnd):
         super().cut(reason)
         for inlet in self._inlets:
             inlet.stop()
-        self._parts.expected.clear()
+        self._parts.drop()

@@ -40,7 +40,6 @@ class _StagedArriving(Arriving):
         self._scatterer = scatterer
         #: Slots that are being read to, by what goes there.
         self._reading: dict[Chunk, int] = {}
-        self._wanted = True
 
     def begin(self, chunk: Chunk) -> Sequence[Chunk]:
         """A frame, of whatever size, in parts that fit into a slot each."""
@@ -61,15 +60,10 @@ class _StagedArriving(Arriving):
     def complete(self, chunk: Chunk) -> None:
         """All of a part is in its slot."""
         slot = self._reading.pop(chunk)
-        self._scatterer.scatter(self._tag, self.plan, chunk, self.dst, slot, self._landed)
+        self._scatterer.scatter(self._tag, self.plan, chunk, self.dst, slot, self.tell)
 
-    def _landed(self, chunk: Chunk) -> None:
-        if self._wanted:
-            self.landed(chunk)
-
-    def forget(self) -> list[int]:
-        """Tell nobody of what lands from now on; gives the slots that are being read to."""
-        self._wanted = False
+    def take_back(self) -> list[int]:
+        """The slots that were being read to, and are no more."""
         reading, self._reading = self._reading, {}
         return list(reading.values())
 
@@ -122,16 +116,13 @@ class StagedReceiver(Receiver):
         arriving = self._parts.expected.get(tag)
         super().forget(part)
         if isinstance(arriving, _StagedArriving):
-            self._freed(*arriving.forget())
+            self._freed(*arriving.take_back())
         return self._scatterer.quiet(tag)
 
     def cut(self, reason: str) -> None:
         """Let go of the sockets; what is in the slots is not copied any more, and what is in flight ends."""
         if self._lost:
             return
-        for arriving in self._parts.expected.values():
-            if isinstance(arriving, _StagedArriving):
-                arriving.forget()
         super().cut(reason)
         self._scatterer.stop()
         self._ring.retire()

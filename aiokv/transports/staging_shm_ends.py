@@ -7,16 +7,15 @@ import struct
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from aiokv.device.base import Buffer, Event, Stream
 from aiokv.errors import LocalProtocolError
 from aiokv.proto.plan import Chunk, CopyPlan
+from aiokv.transports.arriving import Arriving, Parts
 from aiokv.transports.base import PartId
 from aiokv.transports.frames import HEADER_BYTES, pack, tag_of, unpack
 from aiokv.transports.local import LocalEnd
 from aiokv.transports.patience import Patience
-from aiokv.transports.seen import Seen
 from aiokv.transports.staging import Ring, Staging
 from aiokv.transports.staging_gather import Gatherer, Outgoing
 from aiokv.transports.staging_scatter import Scatterer
@@ -25,8 +24,6 @@ __all__ = ["ConsumerEnd", "ProducerEnd"]
 
 #: A slot's number, behind a frame's header or alone.
 _SLOT = struct.Struct("!I")
-#: Forgotten parts that are remembered; data of older ones cuts the link.
-_FORGOTTEN = 4096
 #: How long data may be ahead of the control message that announces it, in seconds.
 _AHEAD_S = 2.0
 
@@ -156,22 +153,6 @@ class ProducerEnd(_End):
         self._gatherer.stop(self.lost_error())
 
 
-@dataclass(eq=False, slots=True)
-class _Expected:
-    """A part that is expected, and what came of it."""
-
-    plan: CopyPlan
-    dst: Sequence[Buffer]
-    landed: Callable[[Chunk], None]
-    seen: Seen
-    wanted: bool = True
-
-    def tell(self, chunk: Chunk) -> None:
-        """So much is in place."""
-        if self.wanted:
-            self.landed(chunk)
-
-
 class ConsumerEnd(_End):
     """Scatters the slots that it is told of, and gives them back."""
 
@@ -190,9 +171,7 @@ class ConsumerEnd(_End):
         # First, since the device may refuse it streams, and then nothing is to be undone.
         self._scatterer = Scatterer(staging, ring, self._free, self.cut)
         super().__init__(link, name, sock, table)
-        self._expected: dict[bytes, _Expected] = {}
-        #: Parts whose data is not wanted any more, oldest first.
-        self._forgotten: dict[bytes, None] = {}
+        self._parts = Parts()
         #: What came of parts that nobody expects yet, by tag, and how long each may wait.
         self._early: dict[bytes, list[tuple[Chunk, int]]] = {}
         self._patience: dict[bytes, Patience] = {}
@@ -206,7 +185,7 @@ class ConsumerEnd(_End):
             self.cut("the producer told of a slot that it didn't have")
             return
         self._mine.add(slot)
-        if tag in self._expected or tag in self._forgotten:
+        if self._parts.knows(tag):
             self._take(tag, chunk, slot)
             return
         self._early.setdefault(tag, []).append((chunk, slot))
@@ -217,12 +196,12 @@ class ConsumerEnd(_End):
         self.cut("the producer sent data of a part that nobody expects")
 
     def _take(self, tag: bytes, chunk: Chunk, slot: int) -> None:
-        part = self._expected.get(tag)
+        part = self._parts.expected.get(tag)
         if part is None:
             self._free(slot)
             return
         try:
-            part.seen.add(chunk)
+            part.begin(chunk)
         except ValueError as error:
             self.cut(f"the producer sent what it must not: {error}")
             return
@@ -248,20 +227,15 @@ class ConsumerEnd(_End):
         if self.lost:
             raise self.lost_error()
         tag = tag_of(part)
-        if tag in self._expected or tag in self._forgotten:
+        if self._parts.knows(tag):
             raise LocalProtocolError(f"part {part} was expected before; a new attempt needs a new number")
-        self._expected[tag] = _Expected(plan, dst, landed, Seen(plan))
+        self._parts.expected[tag] = Arriving(plan, dst, landed)
         self._take_early(tag)
 
     def forget(self, part: PartId) -> Event | None:
         """From this call on no copy of ``part`` is begun; what is in flight ends with the event."""
         tag = tag_of(part)
-        known = self._expected.pop(tag, None)
-        if known is not None:
-            known.wanted = False
-        self._forgotten[tag] = None
-        if len(self._forgotten) > _FORGOTTEN:
-            del self._forgotten[next(iter(self._forgotten))]
+        self._parts.forget(tag)
         self._take_early(tag)
         return self._scatterer.quiet(tag)
 
@@ -271,8 +245,6 @@ class ConsumerEnd(_End):
         for patience in self._patience.values():
             patience.cancel()
         self._patience.clear()
-        for part in self._expected.values():
-            part.wanted = False
-        self._expected.clear()
+        self._parts.drop()
         self._scatterer.stop()
         self._ring.retire()
