@@ -1,14 +1,13 @@
 """Copies between the cache and the pool, part by part: what is in flight, for whom, and until when.
 
-A ``Batch`` is one load or store. Its ``Part``s, in the order of the prefix, each have a plan, a lease of
-their blocks and one submission. A part is over when its event is done, whoever still waits for it: only then
-are its blocks and places anybody else's. Nothing here waits; whoever does listens to the batch's bell.
+A part of a ``Batch`` is over when its event is done, whoever still waits for it: only then are its blocks and
+places anybody else's. Nothing here waits; whoever does listens to the batch's bell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
 
 import numpy as np
 
@@ -16,106 +15,25 @@ from aiokv.device.base import Event, Stream
 from aiokv.device.cache import KVCache
 from aiokv.device.poller import CompletionPoller
 from aiokv.device.submission import Submission, Submissions
-from aiokv.engine.bell import Bell
-from aiokv.engine.leases import BlockLeases, Lease
+from aiokv.engine.leases import BlockLeases
 from aiokv.errors import AiokvError, ClosedError, DeviceError
-from aiokv.offload.calls import Stored
-from aiokv.offload.policies import Key
+from aiokv.offload.batch import Batch, Part
 from aiokv.offload.pool import Pool
 from aiokv.offload.rates import Rate
 from aiokv.proto.plan import GroupBlocks, Side
 
-__all__ = ["RATE", "Batch", "Copies", "Part"]
+__all__ = ["RATE", "Copies"]
 
 #: Chunks for a GPU are so many times larger: submitting one doesn't hold the loop for as long as it takes.
 _GPU_CHUNKS = 16
 #: A rate that no path of a GPU exceeds, in bytes a nanosecond; the poller corrects it by what it sees.
 RATE = 60
+#: Streams that are kept for batches that will be held up.
+_SPARE = 8
 #: What loads are taken to bring, in bytes a second, while none was measured; and what they take besides.
 _GUESS_GPU = 20e9
 _GUESS_HOST = 2e9
 _START_S = 200e-6
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """Blocks ``lo`` to ``hi`` of a batch."""
-
-    lo: int
-    hi: int
-    lease: Lease
-    nbytes: int = 0
-    #: None until there is something to submit, and where that was not possible.
-    submission: Submission | None = None
-    #: Whether it was begun, and whether it is over: nothing can touch its blocks, or places, any more.
-    begun: bool = False
-    quiet: bool = False
-    began_ns: int = 0
-    #: Whether it is across, and counts.
-    across: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """One load or store.
-
-    Attributes:
-        store: Towards the pool.
-        places: In the pool, in the order of the prefix.
-        blocks: Of the cache, for each group.
-        priority: The higher goes first.
-        parts: In order.
-        keys: What the places are to hold.
-        indices: Of the blocks, in the call of a store that named them.
-        call: What that store named.
-        landed: Blocks of the prefix that are across.
-        checking: Parts that are across and are looked at, whether they are what they were.
-        error: Why no more will be; None while nothing went wrong.
-        stopped: Nothing more is begun.
-        waiters: Callers that wait for it.
-        bell: Rung when any of this changes.
-    """
-
-    store: bool
-    places: Sequence[int]
-    blocks: tuple[GroupBlocks, ...]
-    priority: int
-    stream: Stream
-    #: What the stream waits for, of the caller's; None if nothing.
-    held: Event | None
-    keys: Sequence[Key] = ()
-    indices: Sequence[int] = ()
-    call: Stored | None = None
-    parts: list[Part] = field(default_factory=list)
-    landed: int = 0
-    checking: int = 0
-    error: AiokvError | None = None
-    stopped: bool = False
-    waiters: int = 0
-    bell: Bell = field(default_factory=Bell)
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing can touch its blocks any more."""
-        return all(part.quiet for part in self.parts)
-
-    @property
-    def ended(self) -> bool:
-        """Whether no more of the prefix will land."""
-        return not self.checking and self.quiet
-
-    def good_up_to(self, part: Part, first_bad: int) -> int:
-        """Blocks of the prefix that count, though a part of it doesn't from one of its blocks on."""
-        return part.lo + first_bad if self.landed == part.lo else self.landed
-
-    def arrived(self, part: Part) -> None:
-        """A part is across, and counts as soon as all before it do."""
-        part.across = True
-        for each in self.parts:
-            if not each.across:
-                break
-            self.landed = each.hi
-        self.bell.ring()
 
 
 class Copies:
@@ -159,6 +77,8 @@ class Copies:
         self._over = over
         #: A stream for loads and one for stores, which all share that nothing holds up.
         self._streams: dict[bool, Stream | None] = {True: None, False: None}
+        #: Those that batches had for themselves, with nothing on them; the poller learns by stream.
+        self._spare: list[Stream] = []
         #: Batches that are not quiet.
         self.batches: dict[Batch, None] = {}
         #: By direction, store first: bytes that are across, and how fast.
@@ -214,9 +134,9 @@ class Copies:
         stream, held = self._stream(store), None
         if not free:
             # A stream of its own: others must not queue behind what this one waits for.
-            stream, held = self._cache.device.stream(), after
+            stream, held = self._spare.pop() if self._spare else self._cache.device.stream(), after
             stream.wait(after)
-        batch = Batch(store, places, blocks, priority, stream, held)
+        batch = Batch(store, places, blocks, priority, stream, held, own_stream=not free)
         lo = 0
         for hi in sorted({*self._pool.cut(places, self._part_bytes), *cuts}):
             lease = self._leases.take(self._slice(blocks, lo, hi), write=not store)
@@ -238,6 +158,8 @@ class Copies:
         cache = Side(self._cache.layout, self._cache.placement, self._slice(batch.blocks, part.lo, part.hi))
         try:
             plan, segment = self._pool.plan(cache, batch.places[part.lo : part.hi], store=batch.store)
+            # An idle stream is through with it by now.
+            self._held_up(batch)
             pool = (segment.buffer,)
             src, dst = (self._cache.buffers, pool) if batch.store else (pool, self._cache.buffers)
             part.submission = self._submissions.add(
@@ -327,8 +249,18 @@ class Copies:
         self.waiting_bytes[batch.store] -= part.nbytes
         if batch.quiet:
             self.batches.pop(batch, None)
+            well = not isinstance(batch.error, DeviceError) and not isinstance(error, DeviceError)
+            if batch.own_stream and well and not self._held_up(batch) and len(self._spare) < _SPARE:
+                self._spare.append(batch.stream)
         self._over(batch, part, across, error)
         batch.bell.ring()
+
+    def _held_up(self, batch: Batch) -> bool:
+        """Whether a batch waits for the caller's stream."""
+        with suppress(DeviceError):  # then its own event tells
+            if batch.held is not None and batch.held.done():
+                batch.held = None
+        return batch.held is not None
 
     def _stream(self, store: bool) -> Stream:
         found = self._streams[store]

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from aiokv.errors import AiokvError
+from aiokv.offload.batch import Batch
 from aiokv.offload.calls import Stored, Wanted
-from aiokv.offload.copies import Batch
 from aiokv.offload.progress import Progress
 
 __all__ = ["Followers"]

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from aiokv.offload.batch import Batch, Part
 from aiokv.offload.checksums import Checksums
-from aiokv.offload.copies import Batch, Part
 from aiokv.offload.manager import BlockTable
 
 __all__ = ["Integrity"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from aiokv.offload.copies import Batch
+from aiokv.offload.batch import Batch
 
 __all__ = ["Progress", "Run", "runs_of"]
 

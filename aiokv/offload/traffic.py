@@ -19,9 +19,10 @@ from aiokv.device.poller import CompletionPoller
 from aiokv.device.submission import Submissions
 from aiokv.engine.leases import BlockLeases
 from aiokv.errors import AiokvError, DeviceError
+from aiokv.offload.batch import Batch, Part
 from aiokv.offload.calls import Stored, Wanted
 from aiokv.offload.checksums import Checksums
-from aiokv.offload.copies import RATE, Batch, Copies, Part
+from aiokv.offload.copies import RATE, Copies
 from aiokv.offload.events import BlocksRemoved, Events, stored
 from aiokv.offload.following import Followers
 from aiokv.offload.integrity import Integrity

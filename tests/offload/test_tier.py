@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
 import torch
 
+from aiokv.bench.offload.played import PlayedDevice
 from aiokv.device.cache import KVCache
 from aiokv.engine.arguments import Window
 from aiokv.engine.engine import TransferEngine
@@ -782,3 +784,38 @@ async def test_an_idle_tier_has_nothing_on_the_loop(seed: int) -> None:
         assert traffic._poller.pending == 0
         assert traffic._submissions._turn is None
         assert len(asyncio.all_tasks()) == 1
+
+
+@pytest.mark.asyncio
+async def test_streams_of_those_that_were_held_up_are_used_again(seed: int) -> None:
+    async with tier_on("mocked", seed, stepping=False) as kit:
+        copies = kit.tier._opened().copies
+        made = []
+        for number in range(5):
+            storing = kit.tier.store(names(f"{number}-", 2), [2 * number, 2 * number + 1])
+            made.append(next(iter(copies.batches)).stream)
+            assert await _run(kit, storing) == 2
+        assert len(set(map(id, made))) == 1
+        gate, busy = kit.device.stream(), kit.device.stream()
+        busy.wait(gate.record())
+        given_up = asyncio.ensure_future(kit.tier.store(["x"], [20], stream=busy))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await _run(kit, given_up)
+        assert await _run(kit, kit.tier.store(["y"], [21])) == 1
+
+
+@pytest.mark.asyncio
+async def test_what_was_not_held_up_tells_the_rate() -> None:
+    device = PlayedDevice(50.0)
+    cache = await asyncio.to_thread(KVCache.allocate, LAYOUT, device=device)
+    async with HostTier(cache, 8 * BLOCK) as tier:
+        busy = device.stream()
+        busy.free_at = time.monotonic_ns() + 20_000_000  # type: ignore[attr-defined]
+        device._default = busy  # type: ignore[assignment]
+        assert await tier.store(["held"], [0]) == 1
+        assert tier.statistics().store_rate == 0
+        assert await tier.store(["free"], [1]) == 1
+        assert tier.statistics().store_rate > 0
+    cache.close()
