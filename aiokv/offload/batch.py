@@ -1,4 +1,4 @@
-"""One load or store, and its parts in the order of the prefix, each with a plan, a lease and one submission."""
+"""One load or store, and its parts in the order of the prefix: each has a lease, a plan and a submission."""
 
 from __future__ import annotations
 

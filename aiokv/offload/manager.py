@@ -17,13 +17,11 @@ import numpy as np
 from aiokv.errors import LocalProtocolError
 from aiokv.offload.judges import Judges
 from aiokv.offload.offered import Offered
-from aiokv.offload.places import FreePlaces, Places, array_of, ascending
+from aiokv.offload.pins import Pins
+from aiokv.offload.places import FreePlaces, Places, ascending
 from aiokv.offload.policies import Admission, Key, Policy
 
 __all__ = ["BlockTable"]
-
-#: From so many places on numpy is faster.
-_MANY = 32
 
 
 class BlockTable:
@@ -51,7 +49,7 @@ class BlockTable:
         self._free = FreePlaces()
         #: All of these by place. The key is None where nothing is, or where it was dropped while in use.
         self._keys: list[Key | None] = []
-        self._pins = array("i")
+        self._pins = Pins()
         self._pending = bytearray()
         #: How many blocks continue each one.
         self._followers = array("i")
@@ -104,7 +102,7 @@ class BlockTable:
         """So many places more."""
         first = len(self._keys)
         self._keys.extend([None] * count)
-        self._pins.frombytes(bytes(count * self._pins.itemsize))
+        self._pins.grow(count)
         self._pending.extend(bytes(count))
         self._followers.extend([0] * count)
         self._parents.extend([-1] * count)
@@ -131,19 +129,7 @@ class BlockTable:
 
     def pin(self, places: Sequence[int]) -> None:
         """Use blocks that are in use already, or found just now."""
-        pins = self._pins
-        if len(places) > _MANY:
-            where = array_of(places)
-            counts = np.frombuffer(pins, np.int32)
-            there = counts[where]
-            counts[where] = there + 1
-            self.in_use += len(places) - int(np.count_nonzero(there))
-            return
-        for place in places:
-            count = pins[place]
-            if not count:
-                self.in_use += 1
-            pins[place] = count + 1
+        self.in_use += self._pins.up(places)
 
     def release(self, places: Sequence[int]) -> None:
         """Use blocks no longer.
@@ -154,7 +140,7 @@ class BlockTable:
         followers, keys = self._followers, self._keys
         idle: list[int] = []
         gone: list[int] = []
-        unused = self._unpinned(places)
+        unused = self._pins.down(places)
         self.in_use -= len(unused)
         for place in unused:
             if keys[place] is None:
@@ -166,26 +152,6 @@ class BlockTable:
             self._free.give(gone)
         if idle:
             self._judges.idle(idle)
-
-    def _unpinned(self, places: Sequence[int]) -> list[int]:
-        """Count down; those that nobody uses any more."""
-        pins = self._pins
-        if len(places) > _MANY:
-            where = array_of(places)
-            counts = np.frombuffer(pins, np.int32)
-            left = counts[where] - 1
-            if left.min() >= 0:
-                counts[where] = left
-                return [] if left.all() else where[left == 0].tolist()
-        unused = []
-        for place in places:
-            count = pins[place] - 1
-            if count < 0:
-                raise LocalProtocolError(f"place {place} of the host tier was released more often than used")
-            pins[place] = count
-            if not count:
-                unused.append(place)
-        return unused
 
     # -- storing
 
@@ -265,7 +231,7 @@ class BlockTable:
         self._parents = array("q", [-1]) * count
         self._followers = array("i", [0]) * count
         self._free = FreePlaces()
-        self._free.give(np.flatnonzero(np.frombuffer(self._pins, np.int32) == 0).tolist())
+        self._free.give(self._pins.unused())
         self.detached = self.in_use
         if keys:
             self._gone(places, keys, "reset")
@@ -276,7 +242,7 @@ class BlockTable:
     def _there(self) -> list[tuple[int, Key, bool]]:
         """All blocks, and whether they may go."""
         return [
-            (place, key, not self._pins[place] and not self._followers[place])
+            (place, key, not self._pins.counts[place] and not self._followers[place])
             for key, place in self._places.items()
         ]
 
@@ -287,7 +253,7 @@ class BlockTable:
         for first, length in ascending(places):
             behind = first + length
             self._keys[first:behind] = keys[at : at + length]
-            self._pins[first:behind] = array("i", [1]) * length
+            self._pins.counts[first:behind] = array("i", [1]) * length
             self._pending[first:behind] = b"\1" * length
             at += length
         self.pending += len(places)
@@ -324,7 +290,7 @@ class BlockTable:
         return keys
 
     def _choose(self, count: int, taken: list[int], gone: list[Key]) -> None:
-        pins, followers, keys, parents = self._pins, self._followers, self._keys, self._parents
+        pins, followers, keys, parents = self._pins.counts, self._followers, self._keys, self._parents
         policy, places, patience = self.policy, len(self._keys), 2 * len(self._keys) + 64
         for victim in policy.victims():
             place = victim
@@ -368,7 +334,7 @@ class BlockTable:
             parents[place] = -1
             if parent >= 0:
                 followers[parent] -= 1
-                if not followers[parent] and not self._pins[parent] and self._keys[parent] is not None:
+                if not followers[parent] and not self._pins.counts[parent] and self._keys[parent] is not None:
                     idle.append(parent)
         for place in places:
             if followers[place]:
@@ -379,7 +345,7 @@ class BlockTable:
         self._gone(places, keys, why)
         if idle:
             self._judges.idle(idle)
-        unused = [place for place in places if not self._pins[place]]
+        unused = [place for place in places if not self._pins.counts[place]]
         self.detached += len(places) - len(unused)
         self._free.give(unused)
 
