@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType, TracebackType
-from typing import Self
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from prometheus_client import REGISTRY, CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
 
-from aiokv.errors import ClosedError
-from aiokv.metrics.labels import checked_labels
-from aiokv.offload.statistics import TierStatistics
+from aiokv.metrics.tables import Fields, Shown, TableExporter
 from aiokv.offload.tier import HostTier
 
 __all__ = ["TierExporter"]
 
-#: Labels that some of the metrics have.
-_OWN = frozenset({"class", "direction", "state"})
-
-#: By the metric's name what it is, its label if it has one, and the statistics' field for each value of that.
-_Fields = Mapping[str, tuple[str, str, Mapping[str, str]]]
-_COUNTERS: _Fields = MappingProxyType(
+_COUNTERS: Fields = MappingProxyType(
     {
         "bytes": (
             "KV that was copied to the cache (load) or to the host (store)",
@@ -47,7 +37,7 @@ _COUNTERS: _Fields = MappingProxyType(
         "checksum_failures": ("Those that had changed", "", {"": "checksum_failures"}),
     }
 )
-_GAUGES: _Fields = MappingProxyType(
+_GAUGES: Fields = MappingProxyType(
     {
         "canary": ("1 while no block was found changed", "", {"": "canary"}),
         "copy_rate_bytes": (
@@ -78,7 +68,7 @@ _GAUGES: _Fields = MappingProxyType(
 )
 
 
-class TierExporter(Collector):
+class TierExporter(TableExporter[HostTier]):
     """Host tiers of this process as a collector of a registry; a context manager that takes it out again.
 
     Args:
@@ -98,88 +88,5 @@ class TierExporter(Collector):
         registry: CollectorRegistry | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        if registry is not None and not isinstance(registry, CollectorRegistry):
-            raise TypeError(f"registry is a CollectorRegistry of prometheus_client's, not {registry!r}")
-        self._tiers: dict[tuple[str, ...], HostTier] = {}
-        self._closed = False
-        self._names = tuple(checked_labels(labels))
-        if taken := sorted(_OWN.intersection(self._names)):
-            raise ValueError(f"labels {taken} are the metrics' own; take other names")
-        self.add(tier, labels)
-        self._registry = REGISTRY if registry is None else registry
-        try:
-            self._registry.register(self)
-        except ValueError as error:
-            raise ValueError(
-                "this registry shows metrics of host tiers already: add this tier to the exporter that it "
-                "has, exporter.add(tier, labels), or pass another registry"
-            ) from error
-
-    def add(self, tier: HostTier, labels: Mapping[str, str] | None = None) -> None:
-        """Show another tier, too.
-
-        Args:
-            tier: The tier.
-            labels: The same names as the first one has, and other values.
-
-        Raises:
-            ClosedError: The exporter is closed.
-            TypeError: It is no tier, or labels aren't strings.
-            ValueError: Other names, or the values of one that is shown already.
-        """
-        if self._closed:
-            raise ClosedError("the exporter is closed")
-        if not isinstance(tier, HostTier):
-            raise TypeError(f"tier is a HostTier, not {tier!r}")
-        given = checked_labels(labels)
-        if set(given) != set(self._names):
-            raise ValueError(f"all tiers have the labels {list(self._names)}, not {list(given)}")
-        values = tuple(given[name] for name in self._names)
-        if values in self._tiers or any(tier is shown for shown in self._tiers.values()):
-            raise ValueError(f"{tier!r}, or one with the labels {given}, is shown already")
-        self._tiers[values] = tier
-
-    def close(self) -> None:
-        """Take it out of the registry. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            self._tiers = {}
-            self._registry.unregister(self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def describe(self) -> Iterable[Metric]:
-        """The metrics without values: by their names the registry notices doubles."""
-        return self._shown([])
-
-    def collect(self) -> Iterable[Metric]:
-        """All metrics, as they stand; called by the registry."""
-        found = []
-        for labels, tier in list(self._tiers.items()):
-            try:
-                found.append((labels, tier.statistics()))
-            except ClosedError:  # not entered yet
-                continue
-        return self._shown(found)
-
-    def _shown(self, found: Sequence[tuple[tuple[str, ...], TierStatistics]]) -> list[Metric]:
-        made: list[Metric] = []
-        kinds = ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES))
-        for kind, table in kinds:
-            for name, (text, own, fields) in table.items():
-                family = kind(f"aiokv_tier_{name}", text, labels=[*self._names, *([own] if own else [])])
-                for labels, statistics in found:
-                    for value, field in fields.items():
-                        more = (value,) if own else ()
-                        family.add_metric([*labels, *more], float(getattr(statistics, field)))
-                made.append(family)
-        return made
+        shown = Shown(HostTier, "tier", "aiokv_tier", _COUNTERS, _GAUGES, HostTier.statistics)
+        super().__init__(shown, tier, registry, labels)
