@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Slid
 from vllm.v1.request import RequestStatus
 
 from aiokv.device.cache import KVCache
+from aiokv.integrations.vllm.figures import Endpoint, Figures
 from aiokv.integrations.vllm.layout import Group, cache_layout, rank_heads
 from aiokv.integrations.vllm.orders import Orders
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
@@ -88,6 +89,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerHalf | None = None
         #: Blocks whose load failed, not yet told.
         self._invalid: set[int] = set()
+        self._figures = Figures()
         sizes = [group.block_size for group in self._groups]
         #: The scheduler's half; idle in a worker.
         self._scheduler = SchedulerHalf(sizes, str(transfer.engine_id))
@@ -141,6 +143,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None:
             return found
         outcome = self._worker.outcome()
+        self._figures.add(outcome)
         found.finished_sending, found.finished_recving = outcome.sent, outcome.loaded
         for name, blocks in outcome.failed.items():
             if len(blocks) == 1:
@@ -158,6 +161,29 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Blocks of the loads reported last that hold nothing."""
         found, self._invalid = self._invalid, set()
         return found
+
+    def get_kv_connector_stats(self) -> Figures | None:
+        """What happened since the last call; None where nothing did."""
+        if self._figures.is_empty():
+            return None
+        found, self._figures = self._figures, Figures()
+        return found
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Figures:
+        """Figures that came from another process."""
+        return Figures(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Mapping[type, type],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Endpoint:
+        """Figures in vLLM's Prometheus endpoint."""
+        return Endpoint(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Close the transfer engine; peers are told."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -38,11 +39,25 @@ class Outcome:
         sent: Requests whose blocks are held no longer.
         loaded: Requests whose load is over, be it well or not.
         failed: Those of them whose load failed, with the blocks that hold nothing.
+        loads: For each that went well, the seconds that it took, and its bytes.
+        unsent: How many of ``sent`` nobody read to the end.
     """
 
     sent: set[str] = field(default_factory=set)
     loaded: set[str] = field(default_factory=set)
     failed: dict[str, tuple[Blocks, ...]] = field(default_factory=dict)
+    loads: list[tuple[float, int]] = field(default_factory=list)
+    unsent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How an order ended: well or not, after how many seconds, with how many bytes."""
+
+    order: Send | Load
+    well: bool = False
+    seconds: float = 0.0
+    size: int = 0
 
 
 class WorkerHalf:
@@ -71,7 +86,7 @@ class WorkerHalf:
         #: that no part of one means anything.
         self._unit = 1 if cache.device.kind == "cuda" else cache.layout.groups[0].block_size
         #: What has ended: written by the loop's thread, read by vLLM's. A deque's ends need no lock.
-        self._ended: deque[tuple[Send | Load, bool]] = deque()
+        self._ended: deque[_Ended] = deque()
         #: Loads under way, by request; the loop's thread alone.
         self._fetches: dict[str, Fetch] = {}
         #: Tasks of orders under way; the loop's thread alone.
@@ -105,20 +120,23 @@ class WorkerHalf:
         try:
             self._thread.post(self._begin, orders, stream)
         except RuntimeError:  # closed: nothing will ever be moved
-            self._ended.extend((send, False) for send in orders.sends)
-            self._ended.extend((load, False) for load in orders.loads)
+            self._ended.extend(map(_Ended, orders.sends))
+            self._ended.extend(map(_Ended, orders.loads))
 
     def outcome(self) -> Outcome:
         """What came to an end since the last call; each order is in it once. Never blocks."""
         found = Outcome()
         while self._ended:
-            order, well = self._ended.popleft()
-            if isinstance(order, Send):
-                found.sent.add(order.request)
+            end = self._ended.popleft()
+            if isinstance(end.order, Send):
+                found.sent.add(end.order.request)
+                found.unsent += not end.well
                 continue
-            found.loaded.add(order.request)
-            if not well:
-                found.failed[order.request] = order.blocks
+            found.loaded.add(end.order.request)
+            if end.well:
+                found.loads.append((end.seconds, end.size))
+            else:
+                found.failed[end.order.request] = end.order.blocks
         return found
 
     def close(self) -> None:
@@ -156,21 +174,21 @@ class WorkerHalf:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _until_over(self, order: Send | Load, work: Coroutine[Any, Any, None]) -> None:
+    async def _until_over(self, order: Send | Load, work: Coroutine[Any, Any, int]) -> None:
         """Do it, and report it once."""
         what = "sent to others" if isinstance(order, Send) else "loaded"
-        well = False
+        began, end = time.monotonic_ns(), _Ended(order)
         try:
-            await work
-            well = True
+            size = await work
+            end = _Ended(order, well=True, seconds=(time.monotonic_ns() - began) / 1e9, size=size)
         except (AiokvError, TypeError, ValueError) as error:
             _log.warning("the KV of request %s was not %s: %s", order.request, what, error)
         except Exception:  # noqa: BLE001 (what isn't reported holds the request for ever)
             _log.exception("the KV of request %s was not %s", order.request, what)
         finally:
-            self._ended.append((order, well))
+            self._ended.append(end)
 
-    async def _send(self, send: Send, stream: object | None) -> None:
+    async def _send(self, send: Send, stream: object | None) -> int:
         offer = self._engine.offer(
             send.ticket.transfer,
             _windows(send.blocks),
@@ -183,8 +201,9 @@ class WorkerHalf:
         for layer in range(self._cache.layout.layers):
             offer.layer_ready(layer, stream=stream)
         await offer.wait()
+        return offer.progress.bytes_moved
 
-    async def _load(self, load: Load, stream: object | None) -> None:
+    async def _load(self, load: Load, stream: object | None) -> int:
         fetch = self._engine.fetch(
             load.ticket.transfer,
             _windows(load.blocks),
@@ -201,6 +220,7 @@ class WorkerHalf:
             await fetch.wait()
         finally:
             del self._fetches[load.request]
+        return fetch.progress.bytes_moved
 
     async def _release(self, release: Release) -> None:
         """Fetch nothing: the other side then knows that it is done."""

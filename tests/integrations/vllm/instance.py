@@ -112,7 +112,15 @@ class Instance:
             held=pool.num_gpu_blocks - 1 - free,
             requests=sorted(self.scheduler.requests),
             preempted=self.preempted,
+            groups=len(self.scheduler.kv_cache_config.kv_cache_groups),
         )
+
+    def do_figures(self) -> None:
+        """What vLLM's Prometheus endpoint shows of the connector."""
+        from prometheus_client import REGISTRY
+
+        samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
+        tell(event="figures", **{each.name: each.value for each in samples if "aiokv" in each.name})
 
     def do_reset(self) -> None:
         tell(event="reset", well=self.engine.reset_prefix_cache())

@@ -10,27 +10,41 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Instance", "make_model", "transfer"]
+__all__ = ["Instance", "make_hybrid", "make_model", "transfer"]
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,  # else all tokens are about as likely, and no answer says anything
+}
 
 
 def make_model(folder: Path) -> str:
-    """Write the model there; no tokenizer, since requests are tokens."""
+    """Write a Llama there; no tokenizer, since requests are tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        initializer_range=0.2,  # else all tokens are about as likely, and no answer says anything
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    return str(folder)
+
+
+def make_hybrid(folder: Path) -> str:
+    """Write a Gemma there, every other layer of which has a sliding window of 128 tokens."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3TextConfig(**SIZES, sliding_window=128, layer_types=kinds, query_pre_attn_scalar=64)
+    Gemma3ForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
 

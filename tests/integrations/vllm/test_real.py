@@ -6,21 +6,13 @@ side has 40 blocks, so that requests are preempted.
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
-
-spec = importlib.util.spec_from_file_location("aiokv_real_vllm", Path(__file__).with_name("real.py"))
-assert spec is not None
-assert spec.loader is not None
-real = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(real)
 
 # Starting three takes a minute on two cores.
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -45,12 +37,12 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(real: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
     return real.make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def alone(model: str) -> dict[str, list[list[int]]]:
+def alone(real: ModuleType, model: str) -> dict[str, list[list[int]]]:
     """What one vLLM without a connector answers."""
     instance = real.Instance(model)
     instance.hear(event="up")
@@ -60,11 +52,13 @@ def alone(model: str) -> dict[str, list[list[int]]]:
 
 
 @pytest.fixture(scope="module")
-def pair(model: str, alone: object) -> Iterator[tuple[Any, Any]]:
+def pair(real: ModuleType, model: str, alone: object) -> Iterator[tuple[Any, Any]]:
     """The prefill side and the decode side."""
     left = real.Instance(model, real.transfer("fail", transports=["cma", "tcp"]), max_num_batched_tokens=96)
     left.hear(event="up")  # one after the other: both need the same core
-    right = real.Instance(model, real.transfer(load_timeout=20), num_gpu_blocks_override=41)
+    right = real.Instance(
+        model, real.transfer(load_timeout=20), num_gpu_blocks_override=41, disable_log_stats=False
+    )
     right.hear(event="up")
     said = left.prefill([prompt(999, 10)])
     left.addresses = said[0]["remote_addresses"]
@@ -164,19 +158,70 @@ def test_aborted_at_the_prefill_side(pair: tuple[Any, Any], alone: dict[str, lis
     assert right.over(name)["tokens"] == alone["few"][0]
 
 
-@pytest.mark.parametrize("dead", ["nowhere", "killed"])
-def test_a_dead_peer(pair: tuple[Any, Any], alone: dict[str, list[list[int]]], model: str, dead: str) -> None:
+def test_a_peer_that_was_never_there(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
     """It costs its own requests alone, which are computed; those of others go on."""
     left, right = pair
     params = left.prefill(PROMPTS["few"][:4])
-    if dead == "killed":
-        other = real.Instance(model, real.transfer())
-        other.hear(event="up")
-        lost = other.prefill(PROMPTS["few"][4:])
-        other.kill()
-    else:
-        lost = [{**params[0], "remote_addresses": [NOWHERE], "transfer_id": uuid.uuid4().hex}] * 4
+    lost = [{**params[0], "remote_addresses": [NOWHERE], "transfer_id": uuid.uuid4().hex}] * 4
     assert right.answers(PROMPTS["few"], params + lost) == alone["few"]
+
+
+def test_a_peer_that_was_killed(
+    pair: tuple[Any, Any], alone: dict[str, list[list[int]]], real: ModuleType, model: str
+) -> None:
+    """What it held is computed by those who wanted it, and what was held for it is free."""
+    left, right = pair
+    params = left.prefill(PROMPTS["few"][:4])
+    other = real.Instance(model, real.transfer())
+    other.hear(event="up")
+    lost = other.prefill(PROMPTS["few"][4:])
+    tid = uuid.uuid4().hex
+    waiting = {"do_remote_prefill": True, "remote_addresses": left.addresses, "transfer_id": tid}
+    other.add(prompt(400, 300), params=waiting)
+    other.until(lambda state: state["held"] > sum(-(-len(each) // BLOCK) for each in PROMPTS["few"][4:]))
+    other.kill()
+    left.prefill([prompt(400, 300)], transfer_id=tid, deadline=5)
+    assert right.answers(PROMPTS["few"], params + lost) == alone["few"]
+
+
+def test_nobody_comes_in_time(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
+    """Blocks that are another request's by now aren't read: whoever is late computes (vllm#21570)."""
+    left, right = pair
+    params = left.prefill(PROMPTS["few"][:1], transfer_id=uuid.uuid4().hex, deadline=0.2)
+    left.until_free()
+    left.answers(PROMPTS["grow"], [None] * len(PROMPTS["grow"]))  # others have the blocks
+    assert right.answers(PROMPTS["few"][:1], params) == alone["few"][:1]
+
+
+def test_reset_while_blocks_are_held(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
+    """It says that it did nothing, and works once they are free (vllm#57727)."""
+    left, right = pair
+    params = left.prefill(PROMPTS["few"])
+    left.tell("reset")
+    assert not left.hear(event="reset")["well"]
+    assert right.answers(PROMPTS["few"], params) == alone["few"]
+    left.until_free()
+    left.tell("reset")
+    assert left.hear(event="reset")["well"]
+
+
+def test_figures(pair: tuple[Any, Any]) -> None:
+    """They are in vLLM's own endpoint."""
+    left, right = pair
+
+    def figures() -> dict[str, float]:
+        right.tell("figures")
+        return {key: value for key, value in right.hear(event="figures").items() if key != "event"}
+
+    before = figures()
+    params = left.prefill(PROMPTS["few"][:1])
+    lost = {**params[0], "remote_addresses": [NOWHERE], "transfer_id": uuid.uuid4().hex}
+    right.answers(PROMPTS["few"][:2], [params[0], lost])
+    after = figures()
+    assert after["vllm:aiokv_load_seconds_count"] - before["vllm:aiokv_load_seconds_count"] == 1
+    # 3 blocks of 128 tokens of 4 layers, K and V of 2 heads of 64 elements of 4 bytes
+    assert after["vllm:aiokv_load_bytes_sum"] - before["vllm:aiokv_load_bytes_sum"] == 3 * 128 * 4096
+    assert after["vllm:aiokv_loads_failed_total"] - before["vllm:aiokv_loads_failed_total"] == 1
 
 
 def test_policy_fail(pair: tuple[Any, Any]) -> None:
