@@ -175,6 +175,9 @@ class Copies:
             )
         except (AiokvError, ValueError) as error:
             self._ended(batch, part, DeviceError(f"a copy can't be planned: {error}"))
+            return
+        if batch.stopped:  # by what went wrong while this was being submitted
+            part.submission.cancel()
 
     def promote(self, batch: Batch) -> None:
         """Somebody waits for a store."""
