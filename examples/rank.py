@@ -68,8 +68,9 @@ class Rank:
         """Fetch this rank's heads of a prompt's KV from ``sources``, and go on from the first ``token``."""
         prompt: list[int] = message["tokens"]
         needed, total = (self._blocks_for(len(prompt) + more) for more in (0, message["limit"]))
-        async with self._pool.take(total) as blocks:
+        async with AsyncExitStack() as stack:
             async with self._batch(message["id"]) as batch:
+                blocks = await stack.enter_async_context(self._pool.take(total))
                 async with self._engine.fetch(
                     message["id"],
                     blocks[:needed],

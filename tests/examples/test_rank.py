@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from aiokv.testing.ranks import MemoryRanks
 from serving.channel import Message, RequestFailed
 from serving.model import Model
+from serving.paged import BlockPool
 from serving.split import split
 
 OPTIONS = argparse.Namespace(blocks=8, block_size=16, deadline=20.0)
@@ -92,6 +93,23 @@ async def test_a_rank_that_fails_alone_leaves_nobody_waiting(
         assert isinstance(good, RequestFailed)
         assert "rank 0 could go on, and another can't" in str(good)
         assert isinstance(bad, aiokv.AiokvError)
+        asking.cancel()
+        await asyncio.wait([asking])
+
+
+@pytest.mark.asyncio
+async def test_a_rank_without_room_leaves_nobody_waiting(model: Model, caches: list[aiokv.KVCache]) -> None:
+    wanted = {"id": "a", "tokens": PROMPT, "token": 1, "limit": 4}
+    async with one_and_two(model, caches) as (prefill, decode, address):
+        decode[1]._pool = BlockPool(1)
+        asking = asyncio.ensure_future(asked(prefill, {**wanted, "do": "prefill", "readers": 2}))
+        good, bad = await asyncio.gather(
+            *(asked(rank, {**wanted, "do": "decode", "sources": [address]}) for rank in decode),
+            return_exceptions=True,
+        )
+        assert isinstance(good, RequestFailed)
+        assert "INVALID" in str(good)
+        assert isinstance(bad, ValueError)
         asking.cancel()
         await asyncio.wait([asking])
 
