@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import msgspec
 
@@ -13,9 +13,27 @@ from aiokv.config import Config
 from aiokv.control.address import canonical
 from aiokv.engine.arguments import seconds, whole
 
-__all__ = ["ConnectorSettings"]
+__all__ = ["ConnectorSettings", "Registration"]
 
-_OWN = ("hold", "load_timeout", "decode_ranks", "model")
+_OWN = ("hold", "load_timeout", "decode_ranks", "model", "router")
+
+
+class Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How an instance makes itself known to aiokv's router, in the field ``router``.
+
+    Attributes:
+        address: Control address of the router.
+        role: ``prefill`` or ``decode``.
+        http: ``http://host:port`` of this instance's own server.
+        models: Names that requests may use, as vLLM serves them.
+        bind: Where the router's answers come in.
+    """
+
+    address: str
+    role: Literal["prefill", "decode"]
+    http: str
+    models: tuple[str, ...]
+    bind: str = "tcp://127.0.0.1:0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +46,7 @@ class ConnectorSettings:
         load_timeout: Seconds that a load may take in all, waiting for the prefill side included.
         decode_ranks: Ranks of an instance that fetches from this one; None: as many as this one has.
         model: Compared for equality between the two sides, besides what is found out about the model.
+        router: How this instance makes itself known to a router; None: it doesn't.
     """
 
     engine: Config
@@ -35,6 +54,7 @@ class ConnectorSettings:
     load_timeout: float = 60.0
     decode_ranks: int | None = None
     model: str = ""
+    router: Registration | None = None
 
     @classmethod
     def read(cls, extra: Mapping[str, object]) -> ConnectorSettings:
@@ -60,6 +80,8 @@ class ConnectorSettings:
             )
         if not isinstance(own.get("model", ""), str):
             raise TypeError(f"kv_connector_extra_config: model is a text, not {own['model']!r}")
+        if own.get("router") is not None:
+            own["router"] = _named("router", _registration, own["router"])
         engine = Config(**{name: value for name, value in extra.items() if name not in _OWN})  # type: ignore[arg-type]
         return cls(engine=engine, **own)  # type: ignore[arg-type]
 
@@ -74,6 +96,13 @@ class ConnectorSettings:
 
 def _positive(value: SupportsIndex) -> int:
     return whole(value, "it", 1)
+
+
+def _registration(value: object) -> Registration:
+    try:
+        return msgspec.convert(value, Registration)
+    except msgspec.ValidationError as error:  # a ValueError, too
+        raise ValueError(str(error)) from error
 
 
 def _named(name: str, check: Callable[[Any], object], value: object) -> object:

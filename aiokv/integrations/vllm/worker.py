@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import hashlib
 import logging
 import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,8 @@ from aiokv.errors import AiokvError
 from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, Send, Ticket
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.thread import LoopThread
+from aiokv.proto.layout import CacheLayout
+from aiokv.router import Instance
 
 __all__ = ["Outcome", "WorkerHalf"]
 
@@ -93,8 +97,10 @@ class WorkerHalf:
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = LoopThread("aiokv")
         self._closed = False
+        #: What the loop's thread entered, to be left from the last to the first.
+        self._entered = AsyncExitStack()
         try:
-            self._engine: TransferEngine = self._thread.run(self._entered(rank))
+            self._engine: TransferEngine = self._thread.run(self._enter(rank, ranks))
         except BaseException:
             self._thread.close()
             raise
@@ -102,8 +108,26 @@ class WorkerHalf:
         # vLLM within the caller's process (``LLM``) just ends with it; peers are to be told all the same.
         atexit.register(self.close)
 
-    async def _entered(self, rank: int) -> TransferEngine:
-        return await self._settings.at_rank(rank).engine(self._cache).__aenter__()
+    async def _enter(self, rank: int, ranks: int) -> TransferEngine:
+        async with AsyncExitStack() as stack:
+            engine = await stack.enter_async_context(self._settings.at_rank(rank).engine(self._cache))
+            if (given := self._settings.router) is not None:
+                if ranks > 1:
+                    raise ValueError("router: an instance of several ranks can't register itself yet")
+                # vLLM's server knows nothing of the router's tokens: that it is healthy must do.
+                instance = Instance(
+                    given.address,
+                    role=given.role,
+                    http=given.http,
+                    models=given.models,
+                    fingerprint=_fingerprint(self._cache.layout),
+                    engine=engine.address,
+                    probe="/health",
+                    bind=given.bind,
+                )
+                await stack.enter_async_context(instance)
+            self._entered = stack.pop_all()
+        return engine
 
     # -- vLLM's thread
 
@@ -152,7 +176,7 @@ class WorkerHalf:
     # -- the loop's thread
 
     async def _leave(self) -> None:
-        await self._engine.aclose()
+        await self._entered.aclose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _begin(self, orders: Orders, stream: object | None) -> None:
@@ -255,6 +279,13 @@ class WorkerHalf:
             await offer.wait()
         except AiokvError as error:
             _log.debug("transfer %s: %s", ticket.transfer, error)
+
+
+def _fingerprint(layout: CacheLayout) -> str:
+    """The same for two instances if one can fetch from the other."""
+    names = ("kind", "layers", "total_heads", "head_size", "dtype", "window", "halves")
+    facts = [[getattr(group, name) for name in names] for group in layout.groups]
+    return hashlib.sha256(repr((layout.model, facts)).encode()).hexdigest()
 
 
 def _lasts(ticket: Ticket, at_most: float) -> float:

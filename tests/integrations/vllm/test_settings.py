@@ -21,6 +21,8 @@ def test_fields_of_both_kinds() -> None:
         ({"load_timeout": "soon"}, "load_timeout"),
         ({"decode_ranks": 0}, "decode_ranks"),
         ({"model": 7}, "model"),
+        ({"router": {"address": "tcp://127.0.0.1:7000"}}, "router: .*role"),
+        ({"router": "tcp://127.0.0.1:7000"}, "router"),
         ({"transports": ["pigeon"]}, "pigeon"),
     ],
 )
