@@ -14,11 +14,18 @@ if TYPE_CHECKING:
 
 __all__ = ["AioKVConnector"]
 
+#: Versions of vLLM that the connector is tested with.
+SUPPORTED = "0.32"
+
 
 def __getattr__(name: str) -> object:
     """The connector's class, which needs vLLM, once somebody asks for it."""
     if name == "AioKVConnector":
-        from aiokv.integrations.vllm.connector import AioKVConnector
-
+        try:
+            from aiokv.integrations.vllm.connector import AioKVConnector
+        except ImportError as error:
+            raise ImportError(
+                f"AioKVConnector is made for vLLM {SUPPORTED}, which isn't here: {error}"
+            ) from error
         return AioKVConnector
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
