@@ -284,8 +284,8 @@ def parsed(line: list[str] | None = None) -> argparse.Namespace:
         type=count,
         default=1,
         metavar="RANKS",
-        help="split the heads over so many ranks: first those of prefill, then those of decode "
-        "(default: %(default)s)",
+        help="split the heads of the model, by default tiny-random, over so many ranks: first those of "
+        "prefill, then those of decode (default: %(default)s)",
     )
     options = parser.parse_args(line)
     if options.tp > 1 and (options.device != "cpu" or options.trace):
@@ -299,7 +299,8 @@ def start(options: argparse.Namespace) -> int:
     if why := lacking(options):
         print(f"failed: {why}", file=sys.stderr)
         return 2
-    options.model = options.model or usual(options.device)
+    # The three KV heads of SmolLM2 are no even share for two ranks.
+    options.model = options.model or ("tiny-random" if options.tp > 1 else usual(options.device))
     try:
         prepare(options.model)
         return uvloop.run(parallel(options) if options.tp > 1 else main(options))

@@ -94,7 +94,7 @@ def test_pair_answers_as_one_process_does(transport: str, tmp_path: Path) -> Non
 @needs_transformers
 @pytest.mark.timeout(200)
 def test_ranks_with_split_heads_answer_as_one_process_does() -> None:
-    output = run("pair.py", "--tp=2", "--model=tiny-random", "--limit=16", timeout=190)
+    output = run("pair.py", "--tp=2", "--limit=16", timeout=190)
     for what in ("2 prefill and 1 decode ranks", "1 prefill and 2 decode ranks"):
         assert f"\nequal: the answers of {what} are those of one process alone\n" in output
 
