@@ -85,7 +85,13 @@ class Server:
         chat = request.path.endswith("/chat/completions")
         try:
             body = await request.json()
-            wanted = read(body, chat=chat, tokenizer=self._model.tokenizer, context=self.context)
+            wanted = read(
+                body,
+                chat=chat,
+                tokenizer=self._model.tokenizer,
+                context=self.context,
+                vocabulary=self._model.vocabulary,
+            )
         except Refused as why:
             return failed(400, str(why), why.param)
         except ValueError as error:

@@ -81,6 +81,11 @@ class Model:
         return int(self.network.config.num_hidden_layers)
 
     @property
+    def vocabulary(self) -> int:
+        """How many tokens it knows."""
+        return int(self.network.config.vocab_size)
+
+    @property
     def device(self) -> torch.device:
         """Where its weights are, and its KV is to be."""
         return self.network.device

@@ -20,7 +20,7 @@ _ONLY: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "echo": (False,),
-    "logprobs": (False, None),
+    "logprobs": (False,),
 }
 _TAKEN = frozenset(
     {"messages", "prompt", "max_tokens", "max_completion_tokens", "stream", "stream_options", "stop"}
@@ -53,8 +53,15 @@ class Wanted:
     sources: tuple[str, ...]
 
 
-def read(body: object, *, chat: bool, tokenizer: Tokenizer, context: int) -> Wanted:
+def read(body: object, *, chat: bool, tokenizer: Tokenizer, context: int, vocabulary: int) -> Wanted:
     """Take a request apart.
+
+    Args:
+        body: As JSON has it.
+        chat: Whether it is a chat's.
+        tokenizer: Of the model.
+        context: Tokens of prompt and answer, at most.
+        vocabulary: How many tokens the model knows.
 
     Raises:
         Refused: It has what isn't supported here, or can't be meant.
@@ -65,7 +72,7 @@ def read(body: object, *, chat: bool, tokenizer: Tokenizer, context: int) -> Wan
     params = body.get("kv_transfer_params")
     if not isinstance(params, dict):
         raise Refused("kv_transfer_params is missing: this server is behind a router", "kv_transfer_params")
-    tokens = _messages(body, tokenizer) if chat else _prompt(body, tokenizer)
+    tokens = _messages(body, tokenizer) if chat else _prompt(body, tokenizer, vocabulary)
     limit = body.get("max_completion_tokens") or body.get("max_tokens") or _USUAL_LIMIT
     if type(limit) is not int or limit < 1:
         raise Refused(f"max_tokens is a whole number from 1 on, not {limit!r}", "max_tokens")
@@ -88,7 +95,7 @@ def read(body: object, *, chat: bool, tokenizer: Tokenizer, context: int) -> Wan
 def _check_fields(body: dict[str, Any]) -> None:
     for name, value in body.items():
         if name in _ONLY:
-            if value not in _ONLY[name]:
+            if value is not None and value not in _ONLY[name]:
                 raise Refused(f"{name}={value!r} is not supported: answers are the likeliest ones", name)
         elif (
             name not in _TAKEN and name not in _IGNORED and name != "kv_transfer_params" and value is not None
@@ -100,23 +107,29 @@ def _messages(body: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     turns = []
     for message in body.get("messages", ()):
         content = message.get("content")
-        if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-            content = "".join(part["text"] for part in content)
-        if not isinstance(content, str):
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = [
+            part["text"]
+            for part in parts
+            if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        ]
+        if len(texts) < len(parts):
             raise Refused("messages: only text is supported", "messages")
-        turns.append({"role": str(message.get("role")), "content": content})
+        turns.append({"role": str(message.get("role")), "content": "".join(texts)})
     if not turns:
         raise Refused("messages is empty", "messages")
     return tokenizer.turns(turns)
 
 
-def _prompt(body: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+def _prompt(body: dict[str, Any], tokenizer: Tokenizer, vocabulary: int) -> list[int]:
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1:
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         (prompt,) = prompt
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     if not isinstance(tokens, list) or not tokens or not all(type(each) is int for each in tokens):
         raise Refused("prompt is one text, or the tokens of one", "prompt")
+    if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise Refused(f"prompt: tokens are from 0 to {vocabulary - 1}", "prompt")
     return tokens
 
 

@@ -28,7 +28,7 @@ from serving.answer import Text
 from serving.batch import Decoding, step
 from serving.model import ByteTokenizer, Model
 from serving.paged import PagedCache
-from serving.wanted import Refused, read
+from serving.wanted import Refused, Wanted, read
 
 PROMPT = "What does a harbour pilot do, and why?"
 Alone = Callable[[str, int], str]
@@ -211,13 +211,45 @@ def test_a_stop_that_only_begins_is_held_back_and_then_shown() -> None:
     assert text.ended
 
 
+def wanted(body: object, *, chat: bool = False) -> Wanted:
+    return read(body, chat=chat, tokenizer=ByteTokenizer(), context=99, vocabulary=256)
+
+
 @pytest.mark.parametrize(
     "params", [None, 7, {}, {"transfer_id": 1}, {"transfer_id": "a", "remote_addresses": "x"}]
 )
 def test_a_request_that_came_by_no_router_is_refused(params: object) -> None:
     with pytest.raises(Refused) as caught:
-        read({"prompt": "x", "kv_transfer_params": params}, chat=False, tokenizer=ByteTokenizer(), context=99)
+        wanted({"prompt": "x", "kv_transfer_params": params})
     assert caught.value.param == "kv_transfer_params"
+
+
+@pytest.mark.parametrize(
+    "content", [None, 7, [7], [None], [{"type": "text"}], [{"type": "text", "text": 7}], [{"text": "a"}], {}]
+)
+def test_messages_that_are_no_text_are_refused(content: object) -> None:
+    body = {"messages": [{"role": "user", "content": content}], "kv_transfer_params": {"transfer_id": "a"}}
+    with pytest.raises(Refused) as caught:
+        wanted(body, chat=True)
+    assert caught.value.param == "messages"
+
+
+def test_messages_of_several_texts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = {"messages": [{"role": "user", "content": parts}], "kv_transfer_params": {"transfer_id": "a"}}
+    assert wanted(body, chat=True).tokens == list(b"ab")
+
+
+@pytest.mark.parametrize("prompt", [[1, 256], [-1], [1, 10**30], [True]])
+def test_tokens_that_the_model_does_not_know_are_refused(prompt: object) -> None:
+    with pytest.raises(Refused) as caught:
+        wanted({"prompt": prompt, "kv_transfer_params": {"transfer_id": "a"}})
+    assert caught.value.param == "prompt"
+
+
+def test_one_token_is_a_prompt_and_null_is_what_is_usual() -> None:
+    usual = {"temperature": None, "n": None, "logprobs": None, "max_tokens": None, "tools": None}
+    assert wanted({"prompt": [7], "kv_transfer_params": {"transfer_id": "a"}, **usual}).tokens == [7]
 
 
 def test_the_command_line() -> None:
