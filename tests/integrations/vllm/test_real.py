@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 # Starting three takes a minute on two cores.
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 BLOCK = 128
 NOWHERE = "tcp://127.0.0.1:1"
