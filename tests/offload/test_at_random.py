@@ -11,6 +11,7 @@ from aiokv.testing.tierusers import disturbed
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 @pytest.mark.parametrize("kind", ["host", "mocked"])
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_never_a_wrong_byte(kind: str, policy: str, seed: int) -> None:
     more = {"admission": SecondSight(64)} if seed % 3 == 0 else {}

@@ -65,10 +65,10 @@ def test_ghosts_are_bounded() -> None:
     arc = Arc()
     table = BlockTable(arc)
     table.grow(100)
-    fill(table, [f"key{index}" for index in range(50_000)])
+    fill(table, [f"key{index}" for index in range(20_000)])
     assert len(table) == 100
     assert arc.ghosts <= 100
-    use(table, [f"key{index}" for index in range(49_900, 50_000)])
+    use(table, [f"key{index}" for index in range(19_900, 20_000)])
     fill(table, [f"more{index}" for index in range(1000)])
     assert arc.ghosts <= 100
 
