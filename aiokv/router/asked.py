@@ -5,6 +5,7 @@ The body goes on as it came, field by field, also what the router doesn't know; 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,21 @@ __all__ = ["Asked", "read"]
 PARAMS = "kv_transfer_params"
 
 _OBJECT: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_MESSAGES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
 _MALFORMED = (msgspec.MsgspecError, ValueError, RecursionError)
+
+
+class _Message(msgspec.Struct, gc=False):
+    """What each message has to have."""
+
+    role: str
+
+
+# Whole types, so that no Python runs for each message or token while the loop waits.
+_MESSAGES = msgspec.json.Decoder(list[_Message])
+_TEXTS = (msgspec.json.Decoder(str), msgspec.json.Decoder(list[str]))
+_TOKENS = msgspec.json.Decoder(list[int])
+_TOKEN_LISTS = msgspec.json.Decoder(list[list[int]])
+
 #: Fields of a request whose answer is one token that nobody reads.
 _ONE_TOKEN = {"max_tokens": 1, "max_completion_tokens": 1, "stream": False}
 #: Fields that make no sense, or would be refused, beside those.
@@ -35,7 +49,6 @@ class Asked:
         chat: Whether it is a chat's.
         model: Which model is to answer.
         stream: Whether the answer comes in pieces.
-        prompt: The prompt or the messages, as JSON.
         tokens: How many tokens the prompt has; 0 where only an instance can tell.
     """
 
@@ -43,8 +56,12 @@ class Asked:
     chat: bool
     model: str
     stream: bool
-    prompt: bytes
     tokens: int
+
+    @property
+    def prompt(self) -> bytes:
+        """The prompt or the messages, as JSON; a copy, so that none is held beside the body."""
+        return bytes(self.fields[_prompt_name(self.chat)])
 
     def for_prefill(self, params: dict[str, object]) -> bytes:
         """Body for the prefill instance: the same, up to the first token."""
@@ -78,18 +95,21 @@ def read(body: bytes, *, chat: bool) -> Asked:
         limit = _field(fields, name, int | None, "a whole number")
         if limit is not None and limit < 1:
             raise bad(f"{name} is at least 1, not {limit}", name)
-    name = "messages" if chat else "prompt"
+    name = _prompt_name(chat)
     if name not in fields:
         raise bad(f"{name} is missing", name, "missing_required_parameter")
-    prompt = bytes(fields[name])
+    check = _checked_messages if chat else _checked_prompt
     return Asked(
         fields=fields,
         chat=chat,
         model=model,
         stream=bool(stream),
-        prompt=prompt,
-        tokens=_checked_messages(prompt) if chat else _checked_prompt(prompt),
+        tokens=check(fields[name]),
     )
+
+
+def _prompt_name(chat: bool) -> str:
+    return "messages" if chat else "prompt"
 
 
 def _field(
@@ -106,31 +126,28 @@ def _field(
         raise bad(f"{name} must be {words}", name, "invalid_type") from None
 
 
-def _checked_messages(prompt: bytes) -> int:
+def _checked_messages(prompt: msgspec.Raw) -> int:
     try:
         messages = _MESSAGES.decode(prompt)
-        roles = [msgspec.json.decode(each["role"], type=str) for each in messages]
-    except (*_MALFORMED, KeyError):
+    except _MALFORMED:
         raise bad(
             "messages must be a list of objects, each with a role", "messages", "invalid_type"
         ) from None
-    if not roles:
+    if not messages:
         raise bad("messages is empty", "messages", "empty_array")
     return 0
 
 
-def _checked_prompt(prompt: bytes) -> int:
+def _checked_prompt(prompt: msgspec.Raw) -> int:
     """How many tokens it has, where it is given as tokens."""
-    try:
-        found = msgspec.json.decode(prompt, type=str | list[Any])
-    except _MALFORMED:
-        found = None
-    if isinstance(found, str):
-        return 0
-    if found and all(isinstance(each, str) for each in found):
-        return 0
-    if found and all(type(each) is int for each in found):
-        return len(found)
-    if found and all(isinstance(each, list) and all(type(one) is int for one in each) for each in found):
-        return max(map(len, found))
+    for texts in _TEXTS:
+        with suppress(*_MALFORMED):
+            if texts.decode(prompt) or texts.type is str:
+                return 0
+    with suppress(*_MALFORMED):
+        if tokens := _TOKENS.decode(prompt):
+            return len(tokens)
+    with suppress(*_MALFORMED):
+        if lists := _TOKEN_LISTS.decode(prompt):
+            return max(map(len, lists))
     raise bad("prompt must be a string, tokens, or a list of those", "prompt", "invalid_type")
