@@ -241,13 +241,28 @@ class CopyEngine:
     def _half(self, move: Move, stream: CudaStream) -> None:
         """Between staging memory and the GPU's by a kernel, or between it and the host's by DMA."""
         if move.src.packed and move.dst.packed:
-            host = move.src if move.src.on_host else move.dst
-            source, target = move.src.addresses[0], move.dst.addresses[0]
-            for size in _sizes(host.memory[0], host.addresses[0], move.nbytes):
-                self._dma(source, target, size, move, stream)
-                source, target = source + size, target + size
+            self._in_one(move, 0, move.src.addresses[0], move.dst.addresses[0], move.nbytes, stream)
+        elif (move.src.on_host or move.dst.on_host) and move.host_count == move.tensors:
+            # As blocks in a row are; numpy would take as long as their bytes do.
+            section, each = move.section, move.nbytes // move.tensors
+            past = 0 if move.src.packed else int(section.src[move.lo])
+            later = 0 if move.dst.packed else int(section.dst[move.lo])
+            for number, (source, target) in enumerate(
+                zip(move.src.addresses, move.dst.addresses, strict=True)
+            ):
+                self._in_one(move, number, source + past, target + later, each, stream)
         elif move.src.on_host or move.dst.on_host or not self._launch(move, _BLOCKS_STAGING, stream):
             self._run_plain(move, move.extents(), stream)
+
+    def _in_one(
+        self, move: Move, number: int, source: int, target: int, nbytes: int, stream: CudaStream
+    ) -> None:
+        """One range of a tensor, in as few DMA as what was pinned at a time allows."""
+        host = move.src if move.src.on_host else move.dst
+        at = source if host is move.src else target
+        for size in _sizes(host.memory[number], at, nbytes):
+            self._dma(source, target, size, move, stream)
+            source, target = source + size, target + size
 
     def _dma(self, source: int, target: int, nbytes: int, move: Move, stream: CudaStream) -> None:
         kind = _KINDS[move.src.on_host, move.dst.on_host]

@@ -167,6 +167,25 @@ def test_gathers_in_plan_order_and_scatters_back(fake: FakeCuda, path: str | Non
 
 
 @pytest.mark.parametrize("path", [None, *PATHS])
+def test_blocks_in_a_row_on_the_host_and_scattered_on_the_gpu(fake: FakeCuda, path: str | None) -> None:
+    device = make(fake, path=path, staging=3 << 10)
+    gpu, back = cache_of(device, 1), device.allocate(Placement.dense(LAYOUT).buffers[0])
+    host = host_of(device, gpu.nbytes)
+    ids, row = [5, 9, 60, 2, 33, 17, 40, 8], list(range(10, 18))
+    stream = device.stream()
+    for plan, source, target in ((plan_of(ids, row), gpu, host), (plan_of(row, ids), host, back)):
+        for chunk in plan.chunks(plan.layers, 1 << 20):
+            device.copy(plan, chunk, [source], [target], stream=stream)
+    assert stream.record().done()
+    for mine, theirs in zip(ids, row, strict=True):
+        assert block(gpu, mine) == block(host, theirs) == block(back, mine)
+    host.close()
+    for buffer in (gpu, back):
+        buffer.close()
+    device.close()
+
+
+@pytest.mark.parametrize("path", [None, *PATHS])
 @pytest.mark.parametrize("split", [False, True], ids=["one buffer", "a buffer for each tensor"])
 def test_many_layers_move_at_once(fake: FakeCuda, path: str | None, split: bool, seed: int) -> None:
     device, count = make(fake, path=path, staging=1 << 12), 75
