@@ -30,6 +30,10 @@ _log = logging.getLogger("aiokv")
 
 #: Answers of an instance that are about the request and not about the instance.
 _OF_THE_REQUEST = frozenset({400, 413, 422})
+#: Nothing was sent: it was refused, or nobody answered in time.
+_NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+#: Seconds in which a stream that said that it is over ends, or its connection is closed.
+_END = 1.0
 
 
 class Failed(Exception):
@@ -119,6 +123,8 @@ class Attempt:
         await self._scope.__aenter__()
         self._wait_until(self._loop.time() + self._settings.first_token)
         self._prefilling = self._loop.create_task(self._prefill())
+        # It is over before the answer is, and what the decode does from then on is no load of its.
+        self._prefilling.add_done_callback(self._left)
         return self
 
     async def __aexit__(
@@ -132,14 +138,16 @@ class Attempt:
             failed = self._cause or self._late()
         finally:
             self._wire.attempts.discard(self)
-            for member in (self.prefill, self.decode):
-                member.in_flight -= 1
+            self.decode.in_flight -= 1
             if failed is not None:
                 self._give_up(failed)
             elif self._prefilling is not None:
                 self._wire.let_end(self._prefilling)
         if failed is not None and failed is not error:
             raise failed
+
+    def _left(self, _: asyncio.Task[None]) -> None:
+        self.prefill.in_flight -= 1
 
     # -- what ends it from outside
 
@@ -234,7 +242,7 @@ class Attempt:
         content = self._response.content
         while True:
             try:
-                data = await content.readany()
+                data = await (self._rest(content) if self._events.ended else content.readany())
             except (aiohttp.ClientError, OSError) as error:
                 raise self._broken(self.decode, error) from error
             if not data:
@@ -250,6 +258,16 @@ class Attempt:
                 raise Failed("decode_failed", fault, self.decode) from error
             if piece:
                 return piece
+
+    async def _rest(self, content: aiohttp.StreamReader) -> bytes:
+        """What comes after the last event; where the answer doesn't end then, its connection does."""
+        try:
+            async with asyncio.timeout(_END):
+                return await content.readany()
+        except TimeoutError:
+            if self._response is not None:
+                self._response.close()
+            return b""
 
     # -- both
 
@@ -289,7 +307,7 @@ class Attempt:
         self._wire.discovery.suspect(member)
         _log.info("router: %s instance %s: %s", member.role, member.http, error)
         fault = Fault(502, f"the {member.role} instance can't be reached or broke off", "instance_lost")
-        reached = not isinstance(error, aiohttp.ClientConnectorError)
+        reached = not isinstance(error, _NOT_CONNECTED)
         return Failed("instance_lost", fault, member, certain=True, reached=reached)
 
     @staticmethod

@@ -45,8 +45,9 @@ class Wire:
 
     async def __aenter__(self) -> Self:
         self.session = aiohttp.ClientSession(
-            # No limit: requests were admitted before. Idle connections are kept less long than servers do.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=10),
+            # No limit: requests were admitted before. Idle connections are kept less long than servers do:
+            # uvicorn's 5 s are the least.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.settings.connect),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,

@@ -25,9 +25,11 @@ __all__ = ["Mode", "ScriptedServer", "Seen"]
 
 #: What a server does with the next requests: ``hang`` never answers, ``fail`` answers 500, ``refuse`` 400,
 #: ``busy`` 429, ``cut`` ends the connection (a decode after two tokens), ``stop`` sends two tokens and no
-#: more, ``end`` ends a stream before its ``[DONE]``, ``error`` answers 200 and an error as the first event,
-#: ``nonsense`` what is no event.
-Mode = Literal["answer", "hang", "fail", "refuse", "busy", "cut", "stop", "end", "error", "nonsense"]
+#: more, ``linger`` all of a stream and doesn't end it, ``end`` ends a stream before its ``[DONE]``, ``error``
+#: answers 200 and an error as the first event, ``nonsense`` what is no event.
+Mode = Literal[
+    "answer", "hang", "fail", "refuse", "busy", "cut", "stop", "linger", "end", "error", "nonsense"
+]
 
 
 @dataclass(slots=True)
@@ -180,7 +182,7 @@ class ScriptedServer:
             await response.write(said)
             return response
         for number in range(self.tokens):
-            if number == 2 and self.mode != "answer":
+            if number == 2 and self.mode not in ("answer", "linger"):
                 break
             if number:
                 await asyncio.sleep(self.pace)
@@ -197,6 +199,8 @@ class ScriptedServer:
                 return response
             case _:
                 await response.write(b"data: [DONE]\n\n")
+        if self.mode == "linger":
+            await asyncio.Event().wait()
         return response
 
 

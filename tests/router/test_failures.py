@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import sys
 from collections.abc import Callable
 
 import aiohttp
+import msgspec
 import pytest
 
 from aiokv.testing.routed import Routed, routed
@@ -119,6 +122,50 @@ async def test_a_stream_that_stops_ends_with_an_error() -> None:
         _, events = await site.post(stream=True)
         assert json.loads(events[-1][6:])["error"]["code"] == "stalled"
         await aborted(site.decodes[0])
+
+
+@pytest.mark.asyncio
+async def test_a_stream_that_said_that_it_is_over_is_over(
+    pair: Routed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiokv.router.attempt._END", 0.05)
+    pair.decodes[0].mode = "linger"
+    status, events = await pair.post(stream=True)
+    assert (status, events[-1]) == (200, "data: [DONE]")
+    await aborted(pair.decodes[0])  # its connection was closed
+    assert pair.router.figures.ended == {"answered": 1}
+
+
+@pytest.mark.asyncio
+async def test_a_prefill_that_is_over_is_no_load(pair: Routed) -> None:
+    pair.decodes[0].mode = "stop"
+    asked = asyncio.ensure_future(pair.post(stream=True))
+    await came(*pair.servers)
+    (group,) = pair.router.registry.groups("scripted")
+    await until(lambda: not group.prefills[0].in_flight)
+    assert group.decodes[0].in_flight == 1
+    asked.cancel()
+    await aborted(pair.decodes[0])
+    await until(lambda: not group.decodes[0].in_flight)
+    assert group.prefills[0].in_flight == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.one_loop
+@pytest.mark.skipif(sys.platform != "linux", reason="that a full backlog answers nothing is Linux's way")
+async def test_one_that_lets_nobody_connect_is_not_counted_as_a_try() -> None:
+    async with routed(3, 3, interval=5, settings={"connect": 0.2}) as site:
+        for each in site.decodes[:2]:
+            each.mode = "hang"
+        site.prefills[1].mode = "fail"
+        prefill = site.router.registry.groups("scripted")[0].prefills[0]
+        with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.socket() as only:
+            only.connect(full.getsockname())
+            at = f"http://127.0.0.1:{full.getsockname()[1]}"
+            prefill.report = msgspec.structs.replace(prefill.report, http=at)
+            assert (await site.post())[0] == 200
+        assert prefill.suspect
+        assert site.router.figures.failures == {"instance_lost": 1, "prefill_failed": 1}
 
 
 @pytest.mark.asyncio
