@@ -24,42 +24,47 @@ class Answer(Coroutine[Any, Any, list[Outcome]]):
         enter: Enters the batch. What it raises is kept for whoever waits.
     """
 
+    __slots__ = ("_enter", "_entered", "_waiting")
+
     def __init__(self, enter: Callable[[], _Entered]) -> None:
         self._enter = enter
         self._entered: _Entered | None = None
+        #: Steps of whoever runs this as a task; None before the first.
+        self._waiting: Generator[Any, Any, list[Outcome]] | None = None
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            pass
-        else:
-            self._entered = self._begun(loop)
-        self._waiting = self._wait()
+            return
+        self._entered = self._begun(loop)
 
-    def __await__(self) -> Generator[Any, None, list[Outcome]]:
-        return self._waiting.__await__()
+    def __await__(self) -> Generator[Any, Any, list[Outcome]]:
+        if self._entered is None:
+            self._entered = self._begun(asyncio.get_running_loop())
+        return self._entered.__await__()
 
     def send(self, value: Any) -> Any:  # noqa: ANN401 - as of any coroutine
         """Go on, as of any coroutine."""
+        if self._waiting is None:
+            self._waiting = self.__await__()
         return self._waiting.send(value)
 
     def throw(self, *error: Any) -> Any:  # noqa: ANN401
         """Raise within, as of any coroutine. It may not have run yet; either way nobody waits any more."""
         self._let_go()
+        if self._waiting is None:
+            self._waiting = self.__await__()
         return self._waiting.throw(*error)
 
     def close(self) -> None:
         """End it, as of any coroutine; the batch stays entered."""
         self._let_go()
-        self._waiting.close()
+        if self._waiting is not None:
+            self._waiting.close()
 
     def _let_go(self) -> None:
-        if self._entered is not None and not self._entered.cancel() and not self._entered.cancelled():
-            self._entered.exception()  # is seen, or asyncio would report it
-
-    async def _wait(self) -> list[Outcome]:
-        if self._entered is None:
-            self._entered = self._begun(asyncio.get_running_loop())
-        return await self._entered
+        entered = self._entered
+        if entered is not None and not entered.cancel() and not entered.cancelled():
+            entered.exception()  # is seen, or asyncio would report it
 
     def _begun(self, loop: asyncio.AbstractEventLoop) -> _Entered:
         try:
