@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from aiokv.router.faults import Fault, busy
 
@@ -26,7 +26,7 @@ class Admission:
     def __init__(self, places: int, queue: int) -> None:
         self._places, self._most_waiting = places, queue
         self._queue: deque[asyncio.Future[None]] = deque()
-        self.inside = 0
+        self.inside = self._arriving = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -34,6 +34,21 @@ class Admission:
     def waiting(self) -> int:
         """Requests that wait for a place."""
         return len(self._queue)
+
+    @contextmanager
+    def arrive(self) -> Iterator[None]:
+        """Read a request within this: no more arrive at once than may be inside and wait.
+
+        Raises:
+            Fault: So many do.
+        """
+        if self._arriving >= self._places + self._most_waiting:
+            raise busy(f"{self._arriving} requests are on their way here, which is the most")
+        self._arriving += 1
+        try:
+            yield
+        finally:
+            self._arriving -= 1
 
     @asynccontextmanager
     async def enter(self, until: float) -> AsyncIterator[None]:

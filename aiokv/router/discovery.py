@@ -208,6 +208,7 @@ class Discovery:
             line.asking = None
         if self._registry.members.get(member.incarnation) is not member:
             return
+        why = why or self._registry.outdone(member)
         if why:
             if why != member.why:
                 _log.warning("router: instance at %s is not let in: %s", member.http, why)

@@ -86,10 +86,12 @@ class Forwarder:
         self, request: web.Request, began: float, *, chat: bool
     ) -> tuple[web.StreamResponse, str]:
         """The answer, and why it ended early; empty where it didn't."""
-        if self.closing:
-            raise unavailable(self.closing, "closing")
+        self._refuse_when_closing()
         deadline = asyncio.get_running_loop().time() + self._allowed(request.headers)
-        asked = read(await self._body(request, deadline), chat=chat)
+        with self.admission.arrive():
+            body = await self._body(request, deadline)
+        self._refuse_when_closing()
+        asked = read(body, chat=chat)
         self._check(asked)
         async with self.admission.enter(deadline):
             job = Job(
@@ -100,6 +102,10 @@ class Forwarder:
                 headers=_passed_on(request.headers),
             )
             return await self._tried(request, job, began)
+
+    def _refuse_when_closing(self) -> None:
+        if self.closing:
+            raise unavailable(self.closing, "closing")
 
     async def _body(self, request: web.Request, deadline: float) -> bytes:
         most = self._settings.body

@@ -111,7 +111,8 @@ class Registry:
 
     most: int = 1024
     members: dict[bytes, Member] = field(default_factory=dict)
-    #: Incarnations that said BYE: a report that was overtaken by it must not bring them back.
+    #: Incarnations that said BYE, or whose place another one took: no report brings them back, be it a late
+    #: one, or that of the second of two that are told the same address.
     _left: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
     def report(self, report: Report, now: int, sender: str = "") -> Answer:
@@ -140,7 +141,7 @@ class Registry:
         if report.version != VERSION:
             return f"this router speaks version {VERSION} of its protocol, not {report.version}"
         if report.incarnation in self._left:
-            return "this incarnation has said goodbye"
+            return "this incarnation has said goodbye, or another one is at its address now"
         if len(self.members) >= self.most:
             return f"there are {self.most} instances already"
         try:
@@ -172,7 +173,16 @@ class Registry:
         before = [each for each in self.members.values() if each.http == member.http and each is not member]
         for each in before:
             del self.members[each.incarnation]
+            self._bury(each.incarnation)
         return before
+
+    def outdone(self, member: Member) -> str:
+        """Why it is not believed that a member that was only probed is at its address; empty if it is."""
+        shown = any(
+            each.http == member.http and each.verified and not each.report.probe
+            for each in self.members.values()
+        )
+        return f"another one has shown that it is at {member.http}" if member.report.probe and shown else ""
 
     def unverified(self, incarnation: bytes, why: str) -> None:
         """Somebody else, or nobody, is at its HTTP address; asked again after its next report."""
@@ -191,10 +201,13 @@ class Registry:
         member = self.members.get(incarnation)
         if member is not None and member.sender != sender:
             return None
+        self._bury(incarnation)
+        return self.members.pop(incarnation, None)
+
+    def _bury(self, incarnation: bytes) -> None:
         self._left[incarnation] = None
         while len(self._left) > _TOMBSTONES:
             self._left.popitem(last=False)
-        return self.members.pop(incarnation, None)
 
     def sweep(self, now: int) -> list[Member]:
         """Those whose time is over; they are members no more."""

@@ -63,6 +63,17 @@ async def test_a_place_handed_to_one_that_is_cancelled_is_handed_on() -> None:
     assert (admission.inside, admission.waiting) == (0, 0)
 
 
+def test_no_more_arrive_than_may_be_inside_and_wait() -> None:
+    admission = Admission(1, 1)
+    with admission.arrive():
+        with admission.arrive():
+            with pytest.raises(Fault) as caught, admission.arrive():
+                pass
+            assert caught.value.status == 429
+        with admission.arrive():
+            pass
+
+
 @pytest.mark.asyncio
 async def test_waiting_ends_at_the_deadline() -> None:
     admission, go = Admission(1, 5), asyncio.Event()

@@ -134,6 +134,38 @@ async def test_a_body_that_does_not_come(site: Routed) -> None:
     writer.close()
 
 
+@pytest.mark.asyncio
+async def test_bodies_that_do_not_come_are_bounded_in_number() -> None:
+    async with routed(settings={"concurrency": 1, "queue": 1, "receive": 5}) as site:
+        host, port = site.router.http.removeprefix("http://").split(":")
+        lines = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        for _, writer in lines:
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        while site.router._forwarder.admission._arriving < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        status, answer = await site.post()
+        assert (status, answer["error"]["code"]) == (429, "queue_full")
+        for _, writer in lines:
+            writer.close()
+        while site.router._forwarder.admission._arriving:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert (await site.post())[0] == 200
+
+
+@pytest.mark.asyncio
+async def test_what_comes_whole_when_the_router_closes_is_refused(pair: Routed) -> None:
+    host, port = pair.router.http.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 36\r\n\r\n")
+    while not pair.router._forwarder.admission._arriving:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await pair.router.drain(1)
+    writer.write(SMUGGLED)
+    assert (await reader.readline()).startswith(b"HTTP/1.1 503")
+    writer.close()
+    assert not pair.prefills[0].seen
+
+
 SMUGGLED = b'{"model": "scripted", "prompt": "x"}'
 
 
@@ -249,6 +281,24 @@ async def test_an_instance_that_lies_about_its_address_gets_nothing(site: Routed
             await liar.wait_up()
     (group,) = site.router.registry.groups("scripted")
     assert honest.http in [each.http for each in group.prefills]
+
+
+@pytest.mark.asyncio
+async def test_a_probe_takes_no_address_from_one_that_showed_itself(site: Routed) -> None:
+    honest = site.prefills[0]
+    async with Instance(
+        "memory://router",
+        role="prefill",
+        http=honest.http,
+        probe="/aiokv/instance",
+        models=["scripted"],
+        fingerprint="one",
+        engine="tcp://127.0.0.1:1",
+        channel=site.network.channel("memory://liar"),
+    ) as liar:
+        with pytest.raises(ConnectionRefusedError, match="another one has shown"):
+            await liar.wait_up()
+    assert honest.instance.incarnation in site.router.registry.members
 
 
 @pytest.mark.asyncio

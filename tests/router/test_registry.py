@@ -119,6 +119,8 @@ def test_another_process_at_the_same_address_takes_over_only_when_it_is_there() 
     (gone,) = registry.verified(answer.member.incarnation)
     assert gone.incarnation == old
     assert list(registry.members) == [answer.member.incarnation]
+    assert "another one" in registry.report(report(1, 2), S).why  # or the two would take turns
+    assert list(registry.members) == [answer.member.incarnation]
 
 
 @pytest.mark.parametrize(
