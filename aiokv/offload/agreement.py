@@ -1,37 +1,92 @@
-"""What all ranks of a group have of a prefix."""
+"""What all ranks of a group come to, where each keeps its share of the same blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from hashlib import sha256
+from typing import Any
 
 from aiokv.errors import AiokvError
 from aiokv.offload.policies import Key
-from aiokv.ranks import Blocks, Hit, Miss, Outcome, RankGroup
+from aiokv.ranks import Blocks, Hit, Miss, Outcome, RankGroup, Turn
 
-__all__ = ["agreed_on"]
+__all__ = ["Jointly", "at_once"]
 
 
-async def agreed_on(ranks: RankGroup, hashes: Sequence[Key], found: int) -> int:
-    """How many blocks of a prefix every rank has.
+class Jointly:
+    """Calls of a tier that all ranks make in the same order; each gives the same on all of them.
+
+    Every call takes its turn at once, and is entered whatever becomes of it: refused, failed or cancelled.
 
     Args:
         ranks: The group.
-        hashes: What is looked up, the same on all ranks: each checks that by a digest.
-        found: How many this rank has.
-
-    Raises:
-        AiokvError: As of ``RankGroup.agree``; a rank that failed, too.
     """
-    digest = sha256()
-    for key in hashes:
-        digest.update(key if isinstance(key, bytes) else repr(key).encode())
-        digest.update(b";")
-    ours: Outcome = Hit(Blocks(found)) if found else Miss()
-    match (await ranks.agree([ours], keys=[digest.digest()]))[0]:
-        case Hit(held=Blocks(count=count)):
-            return min(count, found)
-        case Miss():
-            return 0
-        case other:
-            raise AiokvError(f"the ranks of the group came to {other}")
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+
+    def turn(self, what: str, keys: Sequence[Key] = ()) -> Turn:
+        """The turn of a call.
+
+        Args:
+            what: Which call it is; ranks that make another one are told so.
+            keys: What it is about, the same on all ranks.
+
+        Raises:
+            AiokvError: As of ``RankGroup.turn``.
+        """
+        digest = sha256(what.encode())
+        for key in keys:
+            digest.update(b";")
+            digest.update(key if isinstance(key, bytes) else repr(key).encode())
+        return self._ranks.turn(keys=[digest.digest()])
+
+    async def least(self, turn: Turn, own: int) -> int:
+        """What all ranks have, who have ``own`` here.
+
+        Raises:
+            AiokvError: As of ``RankGroup.agree``; or another rank failed.
+        """
+        ours: Outcome = Hit(Blocks(own)) if own else Miss()
+        match (await turn.enter([ours]))[0]:
+            case Hit(held=Blocks(count=count)):
+                return count
+            case Miss():
+                return 0
+            case other:
+                raise AiokvError(f"another rank of the group failed: {other}")
+
+    def counted(
+        self, what: str, keys: Sequence[Key], begin: Callable[[], Coroutine[Any, Any, int]]
+    ) -> Coroutine[Any, Any, int]:
+        """Make a call that gives a count; what it gives on all ranks.
+
+        It begins, and takes its turn, now, and goes on also if nobody ever waits. Who waits and is cancelled
+        waits until the call is over.
+        """
+        turn = self.turn(what, keys)
+        try:
+            going = begin()
+        except BaseException as error:
+            turn.fail(error)
+            raise
+        return _awaited(asyncio.get_running_loop().create_task(self._brought(turn, going)))
+
+    async def _brought(self, turn: Turn, going: Coroutine[Any, Any, int]) -> int:
+        try:
+            own = await going
+        except BaseException as error:
+            turn.fail(error)
+            raise
+        return await self.least(turn, own)
+
+
+async def at_once(going: Coroutine[Any, Any, int]) -> AsyncIterator[int]:
+    """A count as the only step, if there is anything."""
+    if count := await going:
+        yield count
+
+
+async def _awaited(task: asyncio.Task[int]) -> int:
+    return await task

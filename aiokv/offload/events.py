@@ -35,8 +35,8 @@ class BlocksRemoved:
 
     Attributes:
         hashes: Which.
-        why: ``"evicted"`` for others, ``"dropped"`` (a copy failed, or the content was corrupted) or
-            ``"reset"``.
+        why: ``"evicted"`` for others, ``"deleted"``, ``"reset"``, or ``"dropped"`` (a copy failed, or the
+            content was corrupted).
     """
 
     hashes: tuple[Key, ...]

@@ -14,6 +14,7 @@ from aiokv.device.cache import KVCache
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.leases import BlockLeases
 from aiokv.errors import ClosedError
+from aiokv.offload.agreement import Jointly
 from aiokv.offload.calls import checked_share
 from aiokv.offload.growth import Growth
 from aiokv.offload.policies import Admission, Policy, policy_named
@@ -62,9 +63,8 @@ class Life:
         self._policy = policy_named(policy)
         self._admission = admission
         self._engine = engine
-        self._ranks = ranks
-        #: One lookup at a time is agreed on, in the order in which they came.
-        self._agreeing = asyncio.Lock()
+        #: Calls in which the ranks agree; None where there is one rank.
+        self._jointly = None if ranks is None else Jointly(ranks)
         self._share = checked_share(checksums)
         self._clock = clock
         self._state: Literal["new", "open", "closing", "closed"] = "new"

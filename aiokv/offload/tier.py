@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 from aiokv.engine.arguments import BlockIds, checked_priority, checked_stream, seconds
 from aiokv.errors import ClosedError, LocalProtocolError
-from aiokv.offload.agreement import agreed_on
+from aiokv.offload.agreement import at_once
 from aiokv.offload.calls import Stored, Wanted, checked_blocks, checked_hashes
 from aiokv.offload.events import TierEvent
 from aiokv.offload.life import Life
@@ -45,8 +46,10 @@ class HostTier(Life):
         admission: Which new blocks are worth a place, such as ``SecondSight``; by default all.
         engine: An entered engine of the same cache: blocks that its transfers hold are then refused here, and
             blocks that are on their way here there.
-        ranks: The ranks that each keep their share of the same blocks: a lookup finds what all of them have.
-            It is agreed on by one reduction; as with any, all ranks look up the same in the same order.
+        ranks: The ranks that each keep their share of the same blocks. What is looked up, loaded, stored,
+            deleted or reset then gives the same on all of them: the least, or an error where one failed. Each
+            call takes one reduction; as with any, all ranks make the same calls in the same order, and one is
+            agreed on once those before it are.
         checksums: Share of the stored blocks that get a checksum, which is looked at when they are loaded.
         settings: Sizes and bounds.
         clock: Nanoseconds of a clock that never goes back.
@@ -74,21 +77,30 @@ class HostTier(Life):
 
     async def hold(self, hit: Lookup) -> None:
         """Find and hold what a lookup asks for; called by it."""
-        traffic = self._opened()
-        hit.generation = self._generation
-        hit.places = traffic.lookup(hit.hashes)
-        if self._ranks is None:
+        if self._jointly is None:
+            self._find(hit)
             return
+        turn = self._jointly.turn("lookup", hit.hashes)
         try:
-            async with self._agreeing:
-                agreed = await agreed_on(self._ranks, hit.hashes, len(hit.places))
-            self._opened()
+            places = self._find(hit)
+        except BaseException as error:
+            turn.fail(error)
+            raise
+        try:
+            agreed = await self._jointly.least(turn, len(places))
+            table = self._opened().table
         except BaseException:
             self.let_go(hit)
             raise
-        rest = hit.places[agreed:]
-        del hit.places[agreed:]
-        traffic.table.release(rest)
+        rest = places[agreed:]
+        del places[agreed:]
+        table.release(rest)
+
+    def _find(self, hit: Lookup) -> list[int]:
+        traffic = self._opened()
+        hit.generation = self._generation
+        hit.places = traffic.lookup(hit.hashes)
+        return hit.places
 
     def let_go(self, hit: Lookup) -> None:
         """A lookup is left; called by it."""
@@ -130,8 +142,12 @@ class HostTier(Life):
             InvalidBlocks: Blocks out of range, twice, or more than were found.
             BusyError: A block is leased to a transfer, or to another load or store.
         """
-        traffic, progress, until = self._begin_load(hit, blocks, stream, priority, deadline)
-        return traffic.followers.over(progress, until)
+
+        def begin() -> Coroutine[Any, Any, int]:
+            traffic, progress, until = self._begin_load(hit, blocks, stream, priority, deadline)
+            return traffic.followers.over(progress, until)
+
+        return begin() if self._jointly is None else self._jointly.counted("load", hit.hashes, begin)
 
     def loading(
         self,
@@ -146,6 +162,8 @@ class HostTier(Life):
 
         The arguments and errors are those of ``load``; it begins with the call, too.
         """
+        if self._jointly is not None:  # each rank has steps of its own; all come to the last
+            return at_once(self.load(hit, blocks, stream=stream, priority=priority, deadline=deadline))
         traffic, progress, until = self._begin_load(hit, blocks, stream, priority, deadline)
         return traffic.followers.steps(progress, until)
 
@@ -215,17 +233,59 @@ class HostTier(Life):
             InvalidBlocks: Blocks out of range, or twice.
             BusyError: A block is being written by a transfer, or by a load.
         """
-        traffic = self._opened()
-        call = Stored(checked_hashes(hashes), parent, tokens, self.block_size)
-        listed = checked_blocks(blocks, self.cache.layout, self._pool.ratios)
-        count = len(call.hashes)
-        after = self.cache.device.adopt(checked_stream(stream)).record()
-        wanted = Wanted(
-            listed, after, checked_priority(priority),
-            count=listed[0].ids.size // self._pool.ratios[0], least=count, most=count,
-        )  # fmt: skip
-        until = None if deadline is None else self._clock() + seconds(deadline)
-        return traffic.followers.kept(traffic.store(call, wanted), call, wanted, until)
+        kept = checked_hashes(hashes)
+
+        def begin() -> Coroutine[Any, Any, int]:
+            traffic = self._opened()
+            call = Stored(kept, parent, tokens, self.block_size)
+            listed = checked_blocks(blocks, self.cache.layout, self._pool.ratios)
+            count = len(call.hashes)
+            after = self.cache.device.adopt(checked_stream(stream)).record()
+            wanted = Wanted(
+                listed, after, checked_priority(priority),
+                count=listed[0].ids.size // self._pool.ratios[0], least=count, most=count,
+            )  # fmt: skip
+            until = None if deadline is None else self._clock() + seconds(deadline)
+            return traffic.followers.kept(traffic.store(call, wanted), call, wanted, until)
+
+        return begin() if self._jointly is None else self._jointly.counted("store", kept, begin)
+
+    # -- what is there
+
+    def exists(self, hashes: Sequence[Key]) -> Coroutine[Any, Any, int]:
+        """How many blocks of a prefix there are, without holding them: they may go at any time.
+
+        Raises:
+            ClosedError: The tier isn't open.
+        """
+        wanted = checked_hashes(hashes)
+
+        async def look() -> int:
+            table = self._opened().table
+            return next((at for at, key in enumerate(wanted) if key not in table), len(wanted))
+
+        return look() if self._jointly is None else self._jointly.counted("exists", wanted, look)
+
+    def delete(self, hashes: Sequence[Key]) -> Coroutine[Any, Any, int]:
+        """Drop blocks, whether or not they are a prefix; those in use go once they aren't.
+
+        Returns:
+            How many were there.
+
+        Raises:
+            ClosedError: The tier isn't open.
+            ValueError: A hash stands twice.
+        """
+        wanted = checked_hashes(hashes)
+
+        async def drop() -> int:
+            table = self._opened().table
+            places = table.lookup([key for key in wanted if key in table])
+            gone = table.drop(places, "deleted")
+            table.release(places)
+            return len(gone)
+
+        return drop() if self._jointly is None else self._jointly.counted("delete", wanted, drop)
 
     # -- all of it
 
@@ -241,6 +301,18 @@ class HostTier(Life):
         Raises:
             ClosedError: The tier isn't open.
         """
+        turn = None if self._jointly is None else self._jointly.turn("reset")
+        try:
+            dropped = await self._reset()
+        except BaseException as error:
+            if turn is not None:
+                turn.fail(error)
+            raise
+        if turn is None or self._jointly is None:
+            return dropped
+        return replace(dropped, drained=bool(await self._jointly.least(turn, int(dropped.drained))))
+
+    async def _reset(self) -> Dropped:
         traffic = self._opened()
         self._generation += 1
         batches = list(traffic.copies.batches)

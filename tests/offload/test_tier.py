@@ -25,8 +25,6 @@ from aiokv.offload.events import BlocksLost, BlocksRemoved, BlocksStored, TierEv
 from aiokv.offload.policies import SecondSight
 from aiokv.offload.settings import TierSettings
 from aiokv.offload.tier import HostTier
-from aiokv.ranks import RankGroup
-from aiokv.testing.ranks import MemoryRanks
 from aiokv.testing.tiers import BLOCK, GROUPS, LAYOUT, SMALL, Kit, names, tier_on
 
 both = pytest.mark.parametrize("kind", ["host", "mocked"])
@@ -732,26 +730,6 @@ async def test_a_reader_that_is_slow_is_told_what_it_lost(seed: int) -> None:
                 break
         assert heard[0] == BlocksLost(16)
         await events.aclose()  # type: ignore[attr-defined]
-
-
-@pytest.mark.asyncio
-async def test_ranks_find_what_all_of_them_have(seed: int) -> None:
-    ranks = MemoryRanks(2, seed=seed)
-    one, other = RankGroup(ranks.collective(0)), RankGroup(ranks.collective(1))
-    async with tier_on("host", seed, ranks=one) as mine, tier_on("host", seed, ranks=other) as theirs:
-        await mine.tier.store(names("a", 6), list(range(6)))
-        await theirs.tier.store(names("a", 2), list(range(2)))
-        assert await asyncio.gather(mine.found(names("a", 6)), theirs.found(names("a", 6))) == [2, 2]
-        assert await asyncio.gather(mine.found(names("b", 6)), theirs.found(names("b", 6))) == [0, 0]
-        wrong = await asyncio.gather(
-            mine.found(names("a", 6)), theirs.found(names("a", 5)), return_exceptions=True
-        )
-        assert all(isinstance(each, LocalProtocolError) for each in wrong)
-        assert mine.tier.statistics().places_pinned == 0
-        several = [side.found(names("a", count)) for count in (1, 2, 3) for side in (mine, theirs)]
-        assert await asyncio.gather(*several) == [1, 1, 2, 2, 2, 2]
-    one.close()
-    other.close()
 
 
 @pytest.mark.asyncio
