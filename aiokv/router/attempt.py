@@ -142,9 +142,15 @@ class Attempt:
             if failed is not None:
                 self._give_up(failed)
             elif self._prefilling is not None:
-                self._wire.let_end(self._prefilling)
+                self._wire.let_end(self._prefilling, self._unneeded)
         if failed is not None and failed is not error:
             raise failed
+
+    def _unneeded(self) -> None:
+        """The answer is out, and the prefill goes on."""
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+        self._wire.discovery.abort(self.prefill, self._job.transfer, self._number, "the answer is out")
 
     def _left(self, _: asyncio.Task[None]) -> None:
         self.prefill.in_flight -= 1

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,6 +35,8 @@ _MOST_ABORTS = 4096
 _MOST_REFUSALS = 64
 #: A timer that comes this late (ns) may have kept reports waiting; those are read before anybody is judged.
 _LATE_NS = 20_000_000
+#: Sweeps that the lag is of; one comes in three intervals at most.
+_SWEEPS = 20
 #: How long that reading may take (s).
 _READ_S = 0.05
 
@@ -62,7 +65,6 @@ class Discovery:
     Attributes:
         address: Where instances reach this router; empty before it is entered.
         garbage: Frames that were no messages.
-        lag: How late the sweep came lately, at worst (seconds); ``take_lag`` begins anew.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Discovery:
         self._refusals: dict[Port, asyncio.TimerHandle] = {}
         self.address = ""
         self.garbage = 0
-        self.lag = 0.0
+        self._lags: deque[int] = deque(maxlen=_SWEEPS)
 
     async def __aenter__(self) -> Discovery:
         """Bind.
@@ -236,10 +238,10 @@ class Discovery:
 
     # -- whose time is over
 
-    def take_lag(self) -> float:
-        """How late the sweep came at worst since this was last called (seconds)."""
-        lag, self.lag = self.lag, 0.0
-        return lag
+    @property
+    def lag(self) -> float:
+        """How late the sweep came, at the worst of the last 20 (seconds), which is about a minute."""
+        return max(self._lags, default=0) / 1e9
 
     def _set_timer(self) -> None:
         """One timer for the first whose time may be over; nothing is scheduled while there is nobody."""
@@ -258,7 +260,7 @@ class Discovery:
     def _on_timer(self) -> None:
         now = self._clock()
         late = now - self._timer_at
-        self.lag = max(self.lag, late / 1e9)
+        self._lags.append(late)
         self._timer = None
         if late > _LATE_NS:
             # This process was held or stopped. What instances said meanwhile lies unread.

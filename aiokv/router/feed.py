@@ -41,9 +41,7 @@ class Feed:
         self._gauges = {
             "running": figures.gauge("requests_running", "Requests that instances work on"),
             "waiting": figures.gauge("requests_waiting", "Requests that wait for a place"),
-            "lag": figures.gauge(
-                "loop_lag_seconds", "How late the sweep came, at worst since the last scrape"
-            ),
+            "lag": figures.gauge("loop_lag_seconds", "How late the sweep came lately, at worst"),
             "garbage": figures.gauge("garbage_frames", "Control frames that were no messages"),
         }
         self._instances = figures.gauge("instances", "Instances by role and state", ["role", "state"])
@@ -94,7 +92,7 @@ class Feed:
         """Set the gauges for a scrape."""
         self._gauges["running"].set(self._admission.inside)
         self._gauges["waiting"].set(self._admission.waiting)
-        self._gauges["lag"].set(self._discovery.take_lag())
+        self._gauges["lag"].set(self._discovery.lag)
         self._gauges["garbage"].set(self._discovery.garbage)
         counts = {(role, state): 0 for role in ROLES for state in ("up", "draining", "suspect", "joining")}
         for member in self._registry.members.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
 import aiohttp
@@ -62,14 +63,14 @@ class Wire:
         await asyncio.gather(*self._tails, return_exceptions=True)
         await self.session.close()
 
-    def let_end(self, prefilling: asyncio.Task[None]) -> None:
-        """The answer is out; let the prefill's own come, for a moment."""
+    def let_end(self, prefilling: asyncio.Task[None], late: Callable[[], None]) -> None:
+        """The answer is out; let the prefill's own come, for a moment, and call ``late`` if it doesn't."""
         if prefilling.done():
             return
         self._tails.add(prefilling)
-        late = asyncio.get_running_loop().call_later(_TAIL, prefilling.cancel)
+        timer = asyncio.get_running_loop().call_later(_TAIL, late)
         prefilling.add_done_callback(self._tails.discard)
-        prefilling.add_done_callback(lambda _: late.cancel())
+        prefilling.add_done_callback(lambda _: timer.cancel())
 
     def gone(self, member: Member, why: str) -> None:
         """An instance is no more; what it was at is told so."""

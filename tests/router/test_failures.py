@@ -137,6 +137,18 @@ async def test_a_stream_that_said_that_it_is_over_is_over(
 
 
 @pytest.mark.asyncio
+async def test_a_prefill_that_goes_on_after_the_answer_is_aborted(
+    pair: Routed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aiokv.router.wire._TAIL", 0.05)
+    prefill = pair.prefills[0]
+    prefill.mode = "hang"
+    assert (await pair.post())[0] == 200
+    await aborted(prefill)
+    await until(lambda: prefill.seen[0].transfer in prefill.instance._unwanted)  # by a message, too
+
+
+@pytest.mark.asyncio
 async def test_a_prefill_that_is_over_is_no_load(pair: Routed) -> None:
     pair.decodes[0].mode = "stop"
     asked = asyncio.ensure_future(pair.post(stream=True))
