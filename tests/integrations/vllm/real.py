@@ -26,13 +26,20 @@ SIZES: dict[str, Any] = {
 }
 
 
-def make_model(folder: Path) -> str:
-    """Write a Llama there; no tokenizer, since requests are tokens."""
+def make_model(folder: Path, *, tokenizer: bool = False) -> str:
+    """Write a Llama there; requests are tokens, so a tokenizer is for servers alone, which want one."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
+    if tokenizer:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(512)}, unk_token="w0"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     return str(folder)
 
 
