@@ -85,6 +85,9 @@ class WorkerHalf:
     def __init__(self, cache: KVCache, settings: ConnectorSettings, rank: int = 0, ranks: int = 1) -> None:
         self._cache = cache
         self._settings = settings
+        sizes = {group.block_size for group in cache.layout.groups}
+        if cache.device.kind != "cuda" and len(sizes) > 1:
+            raise ValueError(f"on a CPU, KV cache groups need one block size, not {sorted(sizes)}")
         self._readers = settings.decode_ranks or ranks
         #: Tokens that are moved together. vLLM's kernels for CPUs keep the tokens of a block interleaved, so
         #: that no part of one means anything.
