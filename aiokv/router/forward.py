@@ -109,6 +109,8 @@ class Forwarder:
 
     async def _body(self, request: web.Request, deadline: float) -> bytes:
         most = self._settings.body
+        if coding := request.headers.get("Content-Encoding"):
+            raise Fault(415, f"Content-Encoding: {coding:.40} is not supported", "unsupported_encoding")
         if (request.content_length or 0) > most:
             raise _too_large(most)
         until = min(deadline, asyncio.get_running_loop().time() + self._settings.receive)

@@ -149,6 +149,7 @@ async def _served(stack: AsyncExitStack, application: web.Application, at: tuple
         shutdown_timeout=0.5,
         keepalive_timeout=75,
         lingering_time=1.0,
+        auto_decompress=False,  # a few bytes may stand for gigabytes, and the loop would write them out
         # A URL and headers are read before anything is known of a client.
         max_line_size=8190,
         max_field_size=8190,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import os
 import random
 from collections.abc import AsyncIterator
@@ -113,6 +114,16 @@ async def test_a_body_that_is_too_large_is_refused_before_it_is_read(site: Route
     answer = await raw(site, head)
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"request_too_large" in answer
+
+
+@pytest.mark.asyncio
+async def test_a_body_that_is_compressed_is_not_written_out(site: Routed) -> None:
+    body = gzip.compress(b'{"model": "scripted", "prompt": "' + b"x" * 10_000_000 + b'"}')
+    assert len(body) < 1 << 16
+    url = site.router.http + "/v1/completions"
+    async with site.client.post(url, data=body, headers={"Content-Encoding": "gzip"}) as response:
+        assert response.status == 415
+        assert (await response.json())["error"]["code"] == "unsupported_encoding"
 
 
 @pytest.mark.asyncio
