@@ -73,7 +73,12 @@ class StagedKit(TransportKit):
     async def __aexit__(self, *error: object) -> None:
         await super().__aexit__(*error)
         if error[0] is None:
-            gc.collect()  # memory goes with the last that refers to it
+            # Memory goes with the last that refers to it, which may be a thread that is about to end.
+            for _ in range(500):
+                gc.collect()
+                if self.gpu.fake.allocated == self.gpu.before:
+                    break
+                await asyncio.sleep(0.01)
             assert self.gpu.fake.allocated == self.gpu.before
 
 
