@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Self
 
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.registry import Collector
 
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.histogram import BOUNDS, Times
 from aiokv.engine.statistics import Statistics
-from aiokv.errors import ClosedError
-from aiokv.metrics.labels import checked_labels
+from aiokv.metrics.exporting import StatisticsExporter
 
 __all__ = ["Exporter"]
 
@@ -27,7 +23,7 @@ __all__ = ["Exporter"]
 _OWN = frozenset({"direction", "le", "outcome", "role", "state", "transport"})
 
 
-class Exporter(Collector):
+class Exporter(StatisticsExporter[TransferEngine, Statistics]):
     """Engines of this process as a collector of a registry; a context manager that takes it out again.
 
     Args:
@@ -49,22 +45,7 @@ class Exporter(Collector):
         registry: CollectorRegistry | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        if registry is not None and not isinstance(registry, CollectorRegistry):
-            raise TypeError(f"registry is a CollectorRegistry of prometheus_client's, not {registry!r}")
-        self._engines: dict[tuple[str, ...], TransferEngine] = {}
-        self._closed = False
-        self._names = tuple(checked_labels(labels))
-        if taken := sorted(_OWN.intersection(self._names)):
-            raise ValueError(f"labels {taken} are the metrics' own; take other names")
-        self.add(engine, labels)
-        self._registry = REGISTRY if registry is None else registry
-        try:
-            self._registry.register(self)
-        except ValueError as error:
-            raise ValueError(
-                "this registry shows metrics of aiokv's already: keep the exporter that it has and add "
-                "this engine to it, exporter.add(engine, labels), or pass another registry"
-            ) from error
+        super().__init__(TransferEngine, "engine", _OWN, engine, registry, labels)
 
     def add(self, engine: TransferEngine, labels: Mapping[str, str] | None = None) -> None:
         """Show another engine, too.
@@ -78,51 +59,15 @@ class Exporter(Collector):
             TypeError: It is no engine, or labels aren't strings.
             ValueError: Other names, the values of an engine that is shown already, or that engine itself.
         """
-        if self._closed:
-            raise ClosedError("the exporter is closed")
-        if not isinstance(engine, TransferEngine):
-            raise TypeError(f"engine is a TransferEngine, not {engine!r}")
-        given = checked_labels(labels)
-        if any(engine is shown for shown in self._engines.values()):
-            raise ValueError(f"{engine!r} is shown already; twice, it would count twice in every sum")
-        if set(given) != set(self._names):
-            raise ValueError(f"all engines have the labels {list(self._names)}, not {list(given)}")
-        values = tuple(given[name] for name in self._names)
-        if values in self._engines:
-            raise ValueError(f"another engine has the labels {given}; tell them apart")
-        self._engines[values] = engine
+        super().add(engine, labels)
 
-    def close(self) -> None:
-        """Take it out of the registry. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            self._engines = {}
-            self._registry.unregister(self)
+    def _statistics(self, thing: TransferEngine) -> Statistics:
+        return thing.statistics()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def describe(self) -> Iterable[Metric]:
-        """The metrics without values: by their names the registry notices doubles."""
-        return _Families(self._names).made
-
-    def collect(self) -> Iterable[Metric]:
-        """All metrics, as they stand; called by the registry."""
+    def _metrics(self, found: Sequence[tuple[tuple[str, ...], Statistics]]) -> Iterable[Metric]:
         families = _Families(self._names)
-        for labels, engine in list(self._engines.items()):
-            try:
-                found = engine.statistics()
-            except ClosedError:  # not entered yet
-                continue
-            _fill(families, found, labels)
+        for labels, statistics in found:
+            _fill(families, statistics, labels)
         return families.made
 
 

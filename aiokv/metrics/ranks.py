@@ -45,6 +45,6 @@ class RankExporter(TableExporter[RankGroup]):
         labels: Mapping[str, str] | None = None,
     ) -> None:
         shown = Shown(
-            RankGroup, "group", "aiokv_ranks", _COUNTERS, MappingProxyType({}), RankGroup.statistics
+            RankGroup, "a group", "aiokv_ranks", _COUNTERS, MappingProxyType({}), RankGroup.statistics
         )
         super().__init__(shown, group, registry, labels)

@@ -88,5 +88,5 @@ class TierExporter(TableExporter[HostTier]):
         registry: CollectorRegistry | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
-        shown = Shown(HostTier, "tier", "aiokv_tier", _COUNTERS, _GAUGES, HostTier.statistics)
+        shown = Shown(HostTier, "a tier", "aiokv_tier", _COUNTERS, _GAUGES, HostTier.statistics)
         super().__init__(shown, tier, registry, labels)
