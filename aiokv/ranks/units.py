@@ -26,7 +26,18 @@ def _block_size(block_size: int) -> int:
     return found
 
 
-class Blocks(msgspec.Struct, frozen=True, order=True, gc=False):
+class _Count(msgspec.Struct, frozen=True, order=True, gc=False):
+    """So many of something; counts of two kinds are neither equal nor in any order."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        count = self.count
+        if type(count) is not int or not 0 <= count <= MOST:
+            settle(self, count=_checked(count, type(self).__name__))
+
+
+class Blocks(_Count, frozen=True, order=True, gc=False):
     """So many blocks. Passes for an integer where blocks are listed: ``ids[:hit.held]``.
 
     Attributes:
@@ -36,13 +47,6 @@ class Blocks(msgspec.Struct, frozen=True, order=True, gc=False):
         TypeError: It is no integer.
         ValueError: It is negative, or more than an int32 holds.
     """
-
-    count: int
-
-    def __post_init__(self) -> None:
-        count = self.count
-        if type(count) is not int or not 0 <= count <= MOST:
-            settle(self, count=_checked(count, "Blocks"))
 
     def __index__(self) -> int:
         return self.count
@@ -56,7 +60,7 @@ class Blocks(msgspec.Struct, frozen=True, order=True, gc=False):
         return Tokens(self.count * _block_size(block_size))
 
 
-class Tokens(msgspec.Struct, frozen=True, order=True, gc=False):
+class Tokens(_Count, frozen=True, order=True, gc=False):
     """So many tokens. Doesn't pass for an integer, so that no list of blocks is cut by it.
 
     Attributes:
@@ -66,13 +70,6 @@ class Tokens(msgspec.Struct, frozen=True, order=True, gc=False):
         TypeError: It is no integer.
         ValueError: It is negative, or more than an int32 holds.
     """
-
-    count: int
-
-    def __post_init__(self) -> None:
-        count = self.count
-        if type(count) is not int or not 0 <= count <= MOST:
-            settle(self, count=_checked(count, "Tokens"))
 
     def blocks(self, block_size: int) -> Blocks:
         """The whole blocks among them; what is left over is not counted.
