@@ -15,7 +15,7 @@ from aiokv.device.cudakernels import Shape
 from aiokv.device.cudamemory import CudaBuffer, PinnedBuffer
 from aiokv.errors import ClosedError, DeviceError
 from aiokv.proto.plan import Chunk, Copy, CopyPlan, Section
-from aiokv.proto.section import Tensors
+from aiokv.proto.section import Tensors, spread
 
 __all__ = ["End", "Extents", "Fragments", "Move", "checked", "coalesced", "packed", "strided"]
 
@@ -156,21 +156,13 @@ class Move(NamedTuple):
         if self.src.packed or self.dst.packed:
             packed = np.cumsum(lengths) - lengths
             src, dst = (packed if self.src.packed else src), (packed if self.dst.packed else dst)
-        src, dst = _spread(self.src.addresses, src), _spread(self.dst.addresses, dst)
+        src, dst = spread(self.src.addresses, src), spread(self.dst.addresses, dst)
         if self.tensors > 1:
             lengths = np.tile(lengths, self.tensors)
         if not self.src.packed and not self.dst.packed:
             return src, dst, lengths
         # Tensors may lie in buffers of their own, also where these adjoin.
         return (src, dst, lengths) if self.ranges == len(src) else coalesced(src, dst, lengths, self.tensors)
-
-
-def _spread(starts: Sequence[int], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The same offsets from each of these."""
-    if len(starts) == 1:
-        return offsets + starts[0]
-    found: NDArray[np.int64] = np.add.outer(np.array(starts, dtype=np.int64), offsets).ravel()
-    return found
 
 
 def coalesced(

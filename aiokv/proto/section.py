@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Copy", "Loop", "Offsets", "Section", "Tensors", "find_joins", "minimal"]
+__all__ = ["Copy", "Loop", "Offsets", "Section", "Tensors", "find_joins", "minimal", "spread"]
 
 Offsets = NDArray[np.int64]
 
@@ -147,6 +147,14 @@ class Copy:
         src, dst, lengths = self.section.extents(lo, hi)
         for (source, here), (target, there) in zip(self.src, self.dst, strict=True):
             yield source, src + here, target, dst + there, lengths
+
+
+def spread(starts: Sequence[int], offsets: Offsets) -> Offsets:
+    """The same offsets from each of these places, one place after another."""
+    if len(starts) == 1:
+        return offsets + starts[0]
+    found: Offsets = np.add.outer(np.array(starts, dtype=np.int64), offsets).ravel()
+    return found
 
 
 def minimal(loops: list[Loop], run: int) -> tuple[list[Loop], int]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from aiokv.device.base import Buffer
 from aiokv.proto.plan import Copy
-from aiokv.proto.section import Section, Tensors
+from aiokv.proto.section import Section, Tensors, spread
 
 __all__ = ["Extents", "addresses"]
 
@@ -29,12 +29,12 @@ class Extents:
     def sources(self, copy: Copy, lo: int, hi: int, at: Sequence[int]) -> tuple[_Offsets, _Offsets]:
         """Addresses and lengths of pieces ``lo`` to ``hi`` at the source, whose tensors are at ``at``."""
         src, _, lengths = self._of(copy.section, lo, hi)
-        return _at(at, src), _repeated(lengths, len(at))
+        return spread(at, src), _repeated(lengths, len(at))
 
     def targets(self, copy: Copy, lo: int, hi: int, at: Sequence[int]) -> tuple[_Offsets, _Offsets]:
         """The same at the destination."""
         _, dst, lengths = self._of(copy.section, lo, hi)
-        return _at(at, dst), _repeated(lengths, len(at))
+        return spread(at, dst), _repeated(lengths, len(at))
 
     def _of(self, section: Section, lo: int, hi: int) -> tuple[_Offsets, _Offsets, _Offsets]:
         key = id(section), lo, hi
@@ -49,13 +49,6 @@ class Extents:
 def addresses(tensors: Tensors, buffers: Sequence[Buffer]) -> list[int]:
     """Where each tensor of a copy begins."""
     return [buffers[number].address + base for number, base in tensors]
-
-
-def _at(starts: Sequence[int], offsets: _Offsets) -> _Offsets:
-    if len(starts) == 1:
-        return offsets + starts[0]
-    found: _Offsets = np.add.outer(np.array(starts, dtype=np.int64), offsets).ravel()
-    return found
 
 
 def _repeated(lengths: _Offsets, times: int) -> _Offsets:
