@@ -52,7 +52,7 @@ class CudaDevice:
         self,
         ordinal: int = 0,
         *,
-        staging_bytes: int = 24 << 20,
+        staging_bytes: int = 96 << 20,
         offsets_bytes: int = 8 << 20,
         costs: CopyCosts | None = None,
         path: str | None = None,

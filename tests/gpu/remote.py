@@ -207,9 +207,12 @@ class Child:
 def make_device(kind: str) -> Any:
     if kind == "host":
         return HostDevice()
+    import torch
+
     from aiokv.device.cuda import CudaDevice
 
-    return CudaDevice(0)
+    # The one that the parent doesn't use, where there are two.
+    return CudaDevice(torch.cuda.device_count() - 1)
 
 
 def make_transport(path: str, options: dict[str, Any]) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
@@ -147,6 +150,42 @@ async def test_a_graph_captured_in_another_thread_survives(device: CudaDevice, h
     torch.cuda.synchronize()
     assert x[0].item() == added
     poller.close()
+
+
+def test_a_bare_query_makes_a_capture_fail(device: CudaDevice) -> None:
+    """What the one above guards from; in a process of its own, as a broken capture is left behind."""
+    code = """
+        import threading, torch
+        x, event = torch.zeros(10, device="cuda"), torch.cuda.Event()
+        event.record()
+        torch.cuda.synchronize()
+        began, asked, failed = threading.Event(), threading.Event(), []
+
+        def capture():
+            try:
+                with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=torch.cuda.Stream()):
+                    x.add_(1)
+                    began.set()
+                    asked.wait()
+                    x.add_(1)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=capture)
+        thread.start()
+        began.wait()
+        try:
+            event.query()
+        except BaseException as error:
+            failed.append(error)
+        asked.set()
+        thread.join()
+        print("failed" if failed else "survived")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "failed" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_threads_capture_mode_is_what_it_was(device: CudaDevice) -> None:

@@ -29,13 +29,13 @@ HOST_BYTES = 256 << 20
 _MESSAGES = 32
 
 
-async def serve(line: Line, *, rank: int, blocks: int, tokens: int, transports: list[str]) -> None:
+async def serve(line: Line, *, rank: int, gpus: int, blocks: int, tokens: int, transports: list[str]) -> None:
     """Answer each command with what it gives; see the methods of ``End``."""
-    gpu = Gpu()
+    gpu = Gpu(rank % gpus)
     llama = Llama(gpu, blocks)
     async with AsyncExitStack() as stack:
         engines, faults = await _engines(stack, llama, transports)
-        end = End(gpu, llama, engines, rank, tokens)
+        end = End(gpu, llama, engines, rank, tokens, sender=0)
         line.say(
             addresses={name: engine.address for name, engine in engines.items()},
             faults=faults,
@@ -72,10 +72,18 @@ class End:
         engines: By transport.
         rank: 0: it offers and sends; 1: it fetches and receives.
         tokens: The most that bare ways move at a time.
+        sender: The GPU of rank 0.
     """
 
     def __init__(
-        self, gpu: Gpu, llama: Llama, engines: Mapping[str, aiokv.TransferEngine], rank: int, tokens: int
+        self,
+        gpu: Gpu,
+        llama: Llama,
+        engines: Mapping[str, aiokv.TransferEngine],
+        rank: int,
+        tokens: int,
+        *,
+        sender: int,
     ) -> None:
         self._gpu, self._llama, self._engines, self._rank = gpu, llama, engines, rank
         self._partners = {name: Partner(engine) for name, engine in engines.items()}
@@ -83,6 +91,11 @@ class End:
         nbytes = tokens * token_bytes()
         #: Memory that lies together: one piece at the sender, two where copies are made.
         self._pieces = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(1 + rank)]
+        #: What is copied from, on the GPU where the KV comes from.
+        self._source = self._pieces[0]
+        if rank and sender != gpu.device.ordinal:
+            self._source = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{sender}")
+            self._pieces[1].copy_(self._source)  # torch lets the GPUs reach each other, if they can
         self._raw: RawPair | None = None
         self._host = HostBuffer.allocate(HOST_BYTES)
         self._pinned = [gpu.host_memory(HOST_BYTES) for _ in range(2 * rank)]
@@ -151,13 +164,13 @@ class End:
         return {"ns": [time.monotonic_ns() - began]}
 
     async def d2d(self, tokens: int, times: int) -> dict[str, Any]:
-        """Copy within the GPU; how long each took."""
+        """Copy within the GPU, or from the sender's; how long each took."""
         runtime, stream = self._gpu.runtime, self._streams[0].ptr
-        src, dst = (piece.data_ptr() for piece in self._pieces)
+        src, dst = self._source.data_ptr(), self._pieces[1].data_ptr()
         found = []
         for _ in range(times):
             began = time.monotonic_ns()
-            runtime.memcpyAsync(dst, src, tokens * token_bytes(), 3, stream)
+            runtime.memcpyAsync(dst, src, tokens * token_bytes(), 4, stream)  # which kind, addresses tell
             runtime.streamSynchronize(stream)
             found.append(time.monotonic_ns() - began)
         return {"ns": found}

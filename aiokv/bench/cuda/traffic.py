@@ -96,8 +96,8 @@ class Traffic:
         self._stack = AsyncExitStack()
         hub = MemoryHub()
         # ``memory`` is made for host memory, where a chunk holds the loop for as long as it takes. Here it
-        # doesn't: a chunk is a layer, and a whole transfer may be in flight.
-        settings = aiokv.Settings(chunk_bytes=NBYTES // LAYERS, window_bytes=NBYTES)
+        # doesn't: a chunk is a quarter of the layers, and a whole transfer may be in flight.
+        settings = aiokv.Settings(chunk_bytes=NBYTES // 4, window_bytes=NBYTES)
         self._producer, self._consumer = (
             aiokv.TransferEngine(cache, transports=[MemoryTransport(hub)], settings=settings)
             for cache in (memory.llama.cache, memory.host)

@@ -39,7 +39,7 @@ _LAYOUTS = {"Llama-3-8B, fragments of 32 KiB": 8, "fragments of 8 KiB": 2}
 #: Ways of copying, by what they are called here: what a device is made with; None is the usual one.
 _WAYS: dict[str, dict[str, Any] | None] = {
     "aiokv": None,
-    "aiokv, 96 MiB of staging": {"staging_bytes": 96 << 20},
+    "aiokv, 24 MiB of staging": {"staging_bytes": 24 << 20},
     "cudaMemcpyAsync for each": {"path": "plain"},
     "cudaMemcpyBatchAsync": {"path": "batch"},
     "kernel, 8 blocks": {"path": "kernel"},

@@ -1,9 +1,10 @@
-"""How fast each transport moves the KV of Llama-3-8B between two processes on one GPU, beside the bare rate.
+"""How fast each transport moves the KV of Llama-3-8B between two processes, beside the bare rate.
 
-32 layers of 8 KV heads of 128 in bfloat16, in blocks of 16 tokens that lie anywhere in both caches. The clock
-runs from the fetch of an offer that is ready to the task that waits for it. Each round measures what is bare
-in the same pair of processes: a copy of memory that lies together within the GPU, ncclSend and ncclRecv,
-DMA in both directions, sockets.
+The processes have a GPU each where there are two, and share one otherwise. 32 layers of 8 KV heads of 128
+in bfloat16, in blocks of 16 tokens that lie anywhere in both caches. The clock runs from the fetch of an
+offer that is ready to the task that waits for it. Each round measures what is bare in the same pair of
+processes: a copy of memory that lies together, within the GPU or from the one to the other, ncclSend and
+ncclRecv, DMA in both directions, sockets.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import uvloop
 
 from aiokv.bench.child import Child, child
 from aiokv.bench.cuda.end import FUNCTION
-from aiokv.bench.cuda.gpu import missing
+from aiokv.bench.cuda.gpu import gpus, missing
 from aiokv.bench.cuda.llama import BLOCK_TOKENS, block_ids, token_bytes
 from aiokv.bench.cuda.rawnccl import environment
 from aiokv.bench.figures import Spread, over
@@ -211,13 +212,16 @@ def _ratios(report: Report, tokens: int, found: dict[str, list[float]], *, quick
 async def _run(report: Report, options: Options) -> None:
     sizes, rounds = ({2 * _K: 3}, 2) if options.quick else ({2 * _K: 5, 8 * _K: 5, 32 * _K: 3}, 5)
     blocks = max(sizes) // BLOCK_TOKENS * 5 // 4
+    used = min(gpus(), 2)
+    report.row("between", {"processes": 2, "GPUs": used})
     async with AsyncExitStack() as stack:
         ends = []
         for rank in range(2):
             starting = child(
                 FUNCTION,
-                environment=environment(rank),
+                environment=environment(rank, used),
                 rank=rank,
+                gpus=used,
                 blocks=blocks,
                 tokens=max(sizes),
                 transports=_TRANSPORTS,
