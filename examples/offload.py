@@ -28,7 +28,7 @@ from rich.table import Table
 
 import aiokv
 from serving.compute import Compute
-from serving.model import DEVICES, NAMES, Model, load, usual
+from serving.model import NAMES, Model, device_name, load, usual
 from serving.options import count, lacking
 from serving.paged import PagedCache, memory
 
@@ -162,7 +162,12 @@ def parsed(line: list[str] | None = None) -> argparse.Namespace:
     )
     option = parser.add_argument
     option("--model", choices=NAMES, help="what to run (default: smollm2; on a GPU 1b-random without it)")
-    option("--device", choices=DEVICES, default="cpu", help="where to run it (default: %(default)s)")
+    option(
+        "--device",
+        type=device_name,
+        default="cpu",
+        help="where to run it: cpu, cuda or cuda:N (default: %(default)s)",
+    )
     option("--blocks", type=count, default=256, help="blocks of the cache (default: %(default)s)")
     option("--block-size", type=count, default=16, help="tokens per block (default: %(default)s)")
     option("--capacity", default="1GiB", help="host memory for blocks (default: %(default)s)")

@@ -5,7 +5,7 @@ transfers did; then runs the same prompts in this process alone, and compares to
 
     python examples/pair.py
     python examples/pair.py --model tiny-random     # needs no weights, and answers nonsense
-    python examples/pair.py --device cuda           # on a GPU
+    python examples/pair.py --device cuda           # on a GPU, or on two where there are two
     python examples/pair.py --tp 2                  # two ranks prefill and one decodes, and the reverse
     python examples/pair.py --trace pair.json       # what the transfers did, for https://ui.perfetto.dev
 """
@@ -40,7 +40,7 @@ from serving.channel import Message, RequestFailed, request
 from serving.model import Model, load, prepare, usual
 from serving.options import add_model, count, lacking
 from serving.paged import PagedCache, memory
-from serving.parallel import answer, groups
+from serving.parallel import answer, gpu_of, groups
 from serving.report import table, verdicts
 
 LONG = "long"
@@ -67,11 +67,14 @@ def requests(model: Model, block_size: int) -> dict[str, list[int]]:
 
 @asynccontextmanager
 async def children(
-    *arguments: str, trace: Path | None = None
+    *arguments: str, device: str = "cpu", trace: Path | None = None
 ) -> AsyncIterator[list[asyncio.subprocess.Process]]:
     """The processes of the pair, prefill first. They end when this context, or this process, does."""
-    traced = {script: [f"--trace={side(trace, script)}"] if trace else [] for script in SCRIPTS}
-    starting = [asyncio.ensure_future(started(script, *arguments, *traced[script])) for script in SCRIPTS]
+    own = {script: [f"--device={gpu_of(device, number)}"] for number, script in enumerate(SCRIPTS)}
+    if trace:
+        for script, options in own.items():
+            options.append(f"--trace={side(trace, script)}")
+    starting = [asyncio.ensure_future(started(script, *arguments, *own[script])) for script in SCRIPTS]
     patience = 10.0
     try:
         # Shielded: one that is started just when we are cancelled must be ended, too.
@@ -202,11 +205,9 @@ async def main(options: argparse.Namespace) -> int:
     if task := asyncio.current_task():
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     console = Console()
-    names = ("model", "device", "blocks", "block_size", "threads") + (
-        ("transport",) if options.transport else ()
-    )
+    names = ("model", "blocks", "block_size", "threads") + (("transport",) if options.transport else ())
     passed_on = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
-    async with children(*passed_on, trace=options.trace) as processes:
+    async with children(*passed_on, device=options.device, trace=options.trace) as processes:
         model = await asyncio.to_thread(load, options.model, options.device)
         gc.freeze()  # what stays till the end; looking through it then would take a second or two
         prompts = requests(model, options.block_size)
@@ -288,8 +289,8 @@ def parsed(line: list[str] | None = None) -> argparse.Namespace:
         "prefill, then those of decode (default: %(default)s)",
     )
     options = parser.parse_args(line)
-    if options.tp > 1 and (options.device != "cpu" or options.trace):
-        parser.error("argument --tp: on CPUs only, and without --trace")
+    if options.tp > 1 and options.trace:
+        parser.error("argument --tp: without --trace")
     return options
 
 

@@ -110,7 +110,10 @@ def part_of(options: argparse.Namespace) -> Model:
         world_size=options.ranks,
         timeout=dt.timedelta(seconds=options.deadline),
     )
-    return split(loaded(options), options.rank, options.ranks)
+    try:
+        return split(loaded(options), options.rank, options.ranks)
+    except ValueError as error:
+        raise SystemExit(f"failed: {error}") from error
 
 
 async def main(model: Model, engine: aiokv.TransferEngine, options: argparse.Namespace) -> int:

@@ -74,7 +74,7 @@ class Settings:
     peers: int = 1_024
     chunk_bytes: int = 2 << 20
     window_bytes: int = 64 << 20
-    staging_bytes: int = 64 << 20
+    staging_bytes: int = 128 << 20
     pinned_bytes: int = 8 << 30
     nccl_staging_bytes: int = 128 << 20
 

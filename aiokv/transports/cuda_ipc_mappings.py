@@ -165,14 +165,17 @@ def _open(driver: IpcDriver, wanted: Sequence[Wanted]) -> list[int]:
 
 
 def _open_one(driver: IpcDriver, wanted: Wanted) -> int:
-    found = driver.find(wanted.base) if wanted.own else driver.open(wanted.handle)
+    if wanted.own:
+        # First, as the driver finds nothing on a GPU that this one can't reach yet. Opening a handle does it.
+        driver.reach(wanted.base)
+        found = driver.find(wanted.base)
+        _check(found, wanted)
+        return found.base
+    found = driver.open(wanted.handle)
     try:
         _check(found, wanted)
-        if wanted.own:  # opening a handle does it for another process's
-            driver.reach(wanted.base)
     except DeviceError:
-        if not wanted.own:
-            driver.close(found.base)
+        driver.close(found.base)
         raise
     return found.base
 

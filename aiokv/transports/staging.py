@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 STAGING_BYTES, PINNED_BYTES = Settings().staging_bytes, Settings().pinned_bytes
 #: What is moved at a time. Smaller slots cost more turns of the loop, larger ones more time before the
 #: first byte and after the last.
-_SLOT_BYTES = 8 << 20
+_SLOT_BYTES = 16 << 20
 #: The least slots that keep a device busy while one is being sent.
 _LEAST_SLOTS = 4
 _PAGE = 4096

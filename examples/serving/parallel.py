@@ -12,10 +12,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from serving.channel import RequestFailed, request
 from serving.processes import line_with, program
 
-__all__ = ["Group", "answer", "groups"]
+__all__ = ["Group", "answer", "gpu_of", "groups"]
 
 _SCRIPT = Path(__file__).parents[1] / "rank.py"
 
@@ -30,7 +32,7 @@ class Group(NamedTuple):
 @asynccontextmanager
 async def groups(sizes: Sequence[int], options: argparse.Namespace) -> AsyncIterator[list[Group]]:
     """Groups of so many ranks, a process each. They end when this context, or this process, does."""
-    names = ("model", "device", "blocks", "block_size", "threads")
+    names = ("model", "blocks", "block_size", "threads")
     passed = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="aiokv-ranks-")))
@@ -41,13 +43,25 @@ async def groups(sizes: Sequence[int], options: argparse.Namespace) -> AsyncIter
                 [
                     await stack.enter_async_context(
                         program(
-                            str(_SCRIPT), "--with-parent", f"--rank={rank}", f"--ranks={size}", where, *passed
+                            str(_SCRIPT),
+                            "--with-parent",
+                            f"--rank={rank}",
+                            f"--ranks={size}",
+                            f"--device={gpu_of(options.device, number + rank)}",
+                            where,
+                            *passed,
                         )
                     )
                     for rank in range(size)
                 ]
             )
         yield [await _group(processes) for processes in starting]
+
+
+def gpu_of(device: str, number: int) -> str:
+    """Where one of several processes runs: each on a GPU of its own, as far as there are any."""
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    return f"cuda:{number % gpus}" if gpus else device
 
 
 async def _group(processes: Sequence[asyncio.subprocess.Process]) -> Group:

@@ -38,8 +38,8 @@ REFUSED = [
     ("prefill", "--deadline=nan", "--deadline: 'nan' is not a number of seconds above 0"),
     ("pair", "--blocks=few", "--blocks: 'few' is not a whole number from 1 on"),
     ("pair", "--tp=0", "--tp: '0' is not a whole number from 1 on"),
-    ("pair", "--tp=2 --trace=a.json", "--tp: on CPUs only, and without --trace"),
-    ("pair", "--tp=2 --device=cuda", "--tp: on CPUs only, and without --trace"),
+    ("pair", "--tp=2 --trace=a.json", "--tp: without --trace"),
+    ("pair", "--device=gpu", "'gpu' is neither cpu nor cuda nor cuda:N"),
     ("pair", "--limit=-1", "--limit: '-1' is not a whole number from 1 on"),
 ]
 

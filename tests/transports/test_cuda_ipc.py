@@ -275,6 +275,23 @@ async def test_what_a_producer_says_of_its_memory_is_checked(lie: str, own: bool
 
 
 @pytest.mark.asyncio
+async def test_memory_of_this_process_is_made_reachable_before_it_is_looked_for(seed: int) -> None:
+    """A driver finds nothing on another GPU before."""
+    async with fakecuda.OwnIpcKit(seed) as kit:
+        consumer, producer = await kit.engine(LAYOUT), await kit.engine(LAYOUT)
+        find = kit.driver.find
+
+        def found(address: int) -> object:
+            if address not in kit.driver.reached:
+                raise DeviceError("named symbol not found")
+            return find(address)
+
+        kit.driver.find = found
+        path = await consumer.read_from(producer)
+        assert not path.end.lost
+
+
+@pytest.mark.asyncio
 async def test_more_allocations_than_can_be_told_of_are_refused(seed: int) -> None:
     async with IpcKit(seed) as kit:
         cache = await kit.cache(LAYOUT)

@@ -27,7 +27,7 @@ from aiokv.testing.fakecuda import FakeCuda
 from aiokv.transports.base import Transport
 from aiokv.transports.frames import pack
 from aiokv.transports.shm import ShmTransport
-from aiokv.transports.staging import Pending, Staging, split
+from aiokv.transports.staging import STAGING_BYTES, Pending, Staging, split
 from aiokv.transports.staging_shared import map_shared, shared
 from aiokv.transports.staging_shm import StagedShmTransport
 from aiokv.transports.staging_shm_ends import ProducerEnd
@@ -365,7 +365,7 @@ async def test_slots_are_as_large_as_a_block_at_least(gpu: Gpu) -> None:
     assert small.slots == 4
     assert small.nbytes == 4 * small.slot_bytes
     await small.aclose()
-    assert small.most == 64 << 20
+    assert small.most == STAGING_BYTES
     with pytest.raises(CapacityError, match="staging memory: 0 of the"):
         small.check(1 << 40)
     usual = Staging(cache)
