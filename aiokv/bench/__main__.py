@@ -46,16 +46,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = Options(
         quick=given.quick, peers=given.peers, profiles=given.profile or "", trace=given.trace or ""
     )
-    report = Report(describe())
-    failed = []
-    for benchmark in chosen:
-        name = benchmark.name
-        console.print(f"{name}: {benchmark.about}", markup=False, highlight=False, soft_wrap=True)
-        if not _measured(benchmark, report, options):
-            failed.append(name)
-        show_rows(console, report, name)
-        if given.json:  # after each, so that an hour's work isn't lost with the last one
-            Path(given.json).write_text(report.to_json(), encoding="utf-8")
+    failed: list[str] = []
+    if given.read:
+        try:
+            report = Report.of_json(Path(given.read).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            parser.error(f"--from {given.read}: {error}")
+        for benchmark in chosen:
+            show_rows(console, report, benchmark.name)
+    else:
+        report = Report(describe())
+        for benchmark in chosen:
+            name = benchmark.name
+            console.print(f"{name}: {benchmark.about}", markup=False, highlight=False, soft_wrap=True)
+            if not _measured(benchmark, report, options):
+                failed.append(name)
+            show_rows(console, report, name)
+            if given.json:  # after each, so that an hour's work isn't lost with the last one
+                Path(given.json).write_text(report.to_json(), encoding="utf-8")
     show_ratios(console, report)
     if plot is not None:
         draws = {each.name: each.draw for each in chosen if each.draw is not None}
@@ -102,6 +110,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="within a minute each, less exact")
     parser.add_argument("--json", metavar="FILE", help="write machine, rows and ratios")
     parser.add_argument("--plot", metavar="FILE.svg", help="draw what was measured")
+    parser.add_argument(
+        "--from", dest="read", metavar="FILE", help="measure nothing; show and draw what --json wrote there"
+    )
     parser.add_argument("--peers", action="store_true", help="transfer: NIXL, UCXX and Mooncake, too")
     parser.add_argument(
         "--trace", metavar="FILE", help="offload: replay these requests (JSON lines with hash_ids)"

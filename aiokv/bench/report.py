@@ -109,6 +109,28 @@ class Report:
             found.setdefault((benchmark, table), []).append(cells)
         return dict(found)
 
+    @classmethod
+    def of_json(cls, text: str) -> Report:
+        """What ``to_json`` made; the quartiles of a ratio are then those of its spread, around its value.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            whole = json.loads(text)
+            found = cls(whole["machine"])
+            for cells in whole["rows"]:
+                benchmark, table = cells.pop("benchmark"), cells.pop("table")
+                found.rows.append((benchmark, table, {name: _cell(each) for name, each in cells.items()}))
+            for name, each in whole["ratios"].items():
+                half = each["spread"] / 2
+                spread = Spread(each["value"], each["value"] - half, each["value"] + half, 0)
+                found.ratios[name] = Ratio(spread, Goal(each["goal"], each["better"]))
+            found.absent.update(whole["absent"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no report of a benchmark: {error!r}") from error
+        return found
+
     def to_json(self) -> str:
         """One object: ``machine``, ``rows``, ``ratios``, and why ratios are ``absent``."""
         rows = [
@@ -127,6 +149,13 @@ class Report:
         }
         whole = {"machine": self.machine, "rows": rows, "ratios": ratios, "absent": self.absent}
         return json.dumps(whole, indent=2, allow_nan=False) + "\n"
+
+
+def _cell(plain: Any) -> Cell:  # noqa: ANN401 - what JSON has
+    if isinstance(plain, dict):
+        return Spread(plain["median"], plain["low"], plain["high"], plain["rounds"])
+    found: Cell = plain
+    return found
 
 
 def _plain(cell: Cell) -> object:

@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("rich", reason="the benchmarks need the extra: pip install 'aiokv[bench]'")
 
 from aiokv.bench.__main__ import main
+from aiokv.bench.figures import Spread
 from aiokv.bench.registry import load, names
-from aiokv.bench.report import Report
+from aiokv.bench.report import Goal, Report
 
 LISTED = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 
@@ -47,10 +48,33 @@ def test_each_says_what_it_measures(name: str) -> None:
     assert load(name).about
 
 
+def test_what_was_written_is_shown_and_written_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Report({"cpu": "a CPU"})
+    report.begin("latency", {"latency.some": Goal(3, "lower"), "latency.none": Goal(None, "lower")})
+    report.row("a table", {"what": "an echo", "us": Spread.of([1.0, 2.0, 9.0])})
+    report.ratio("latency.some", [2.0, 2.5])
+    report.end()
+    file = tmp_path / "found.json"
+    file.write_text(report.to_json())
+    assert Report.of_json(report.to_json()).to_json() == report.to_json()
+    assert main(["latency", "--from", str(file)]) == 0
+    assert "an echo" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {}, "rows": [1], "ratios": {}, "absent": {}}'])
+def test_what_is_no_report_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    with pytest.raises(SystemExit):
+        main(["latency", "--from", str(file)])
+    assert f"--from {file}" in capsys.readouterr().err
+
+
 def test_one_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from aiokv.bench import __main__ as program
     from aiokv.bench.registry import Benchmark, Options
-    from aiokv.bench.report import Goal
 
     goals = {"good.figure": Goal(1, "lower"), "bad.figure": Goal(1, "lower"), "gpu.figure": Goal(1, "lower")}
 

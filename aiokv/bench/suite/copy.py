@@ -162,8 +162,9 @@ def draw(axes: Axes, rows: list[dict[str, Any]]) -> None:
     for name in dict.fromkeys(cells["by"] for cells in kept):
         own = [cells for cells in kept if cells["by"] == name]
         at = [sizes.index(cells["fragments"]) for cells in own]
-        axes.plot(at, [cells["d2h GB/s"].median for cells in own], marker="o", label=name)
+        style = "o-" if name == "aiokv" else "o--"
+        axes.plot(at, [cells["d2h GB/s"].median for cells in own], style, label=name)
     axes.set_xticks(range(len(sizes)), sizes)
     axes.set_ylabel("GB/s")
     axes.set_title("fragments scattered on the GPU, to the host")
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))

@@ -272,11 +272,12 @@ def draw(axes: Axes, rows: list[dict[str, Any]]) -> None:
     for name, cells in shown.items():
         own = {size: cell.median for size, cell in cells.items() if isinstance(cell, Spread)}
         sizes = sizes or list(own)
-        axes.plot([sizes.index(size) for size in own], list(own.values()), marker="o", label=name)
+        style = "o-" if name in _OURS else "o--"
+        axes.plot([sizes.index(size) for size in own], list(own.values()), style, label=name)
     axes.set_xticks(range(len(sizes)), sizes)
     axes.set_ylabel("GB/s")
     axes.set_title(f"{_ONE}, contiguous")
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _size(nbytes: int) -> str:

@@ -261,10 +261,11 @@ def draw(axes: Axes, rows: list[dict[str, Any]]) -> None:
     for name in dict.fromkeys(cells["by"] for cells in kept):
         own = [cells for cells in kept if cells["by"] == name]
         at = [sizes.index(cells["tokens"]) for cells in own]
-        axes.plot(at, [cells["GB/s"].median for cells in own], marker="o", label=name)
+        style = "o-" if name in _TRANSPORTS else "o--"
+        axes.plot(at, [cells["GB/s"].median for cells in own], style, label=name)
     axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
     axes.set_yscale("log")
     axes.set_xlabel("tokens")
     axes.set_ylabel("GB/s")
     axes.set_title("the KV of Llama-3-8B, scattered")
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
