@@ -46,24 +46,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = Options(
         quick=given.quick, peers=given.peers, profiles=given.profile or "", trace=given.trace or ""
     )
-    failed: list[str] = []
-    if given.read:
-        try:
-            report = Report.of_json(Path(given.read).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            parser.error(f"--from {given.read}: {error}")
-        for benchmark in chosen:
-            show_rows(console, report, benchmark.name)
-    else:
-        report = Report(describe())
-        for benchmark in chosen:
-            name = benchmark.name
-            console.print(f"{name}: {benchmark.about}", markup=False, highlight=False, soft_wrap=True)
-            if not _measured(benchmark, report, options):
-                failed.append(name)
-            show_rows(console, report, name)
-            if given.json:  # after each, so that an hour's work isn't lost with the last one
-                Path(given.json).write_text(report.to_json(), encoding="utf-8")
+    try:
+        report = _read(given.read) if given.read else Report(describe())
+    except (OSError, ValueError) as error:
+        parser.error(f"--from {given.read}: {error}")
+    failed = []
+    for benchmark in chosen:
+        name = benchmark.name
+        console.print(f"{name}: {benchmark.about}", markup=False, highlight=False, soft_wrap=True)
+        if not given.read and not _measured(benchmark, report, options):
+            failed.append(name)
+        show_rows(console, report, name)
+        if given.json:  # after each, so that an hour's work isn't lost with the last one
+            Path(given.json).write_text(report.to_json(), encoding="utf-8")
     show_ratios(console, report)
     if plot is not None:
         draws = {each.name: each.draw for each in chosen if each.draw is not None}
@@ -71,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed:
         console.print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
+
+
+def _read(file: str) -> Report:
+    """What an earlier run wrote."""
+    return Report.of_json(Path(file).read_text(encoding="utf-8"))
 
 
 def _writable(file: Path) -> bool:
