@@ -31,16 +31,20 @@ CHUNKS = 64
 _LATE_S = 0.005
 
 
-async def serve(line: Line, *, rank: int, sizes: list[int], store: str) -> None:
-    """Join groups of the first so many ranks, and measure what it is told to."""
+async def serve(line: Line, *, rank: int, sizes: list[int], store: str, gpus: int = 0) -> None:
+    """Join groups of the first so many ranks, and measure what it is told to; of NCCL, if on GPUs."""
     torch.set_num_threads(1)
+    backend = "nccl" if gpus else "gloo"
+    device = torch.device(f"cuda:{rank % gpus}" if gpus else "cpu")
+    if gpus:
+        torch.cuda.set_device(device)
     await asyncio.to_thread(
-        dist.init_process_group, "gloo", init_method=f"file://{store}", rank=rank, world_size=max(sizes)
+        dist.init_process_group, backend, init_method=f"file://{store}", rank=rank, world_size=max(sizes)
     )
-    groups = {size: await asyncio.to_thread(dist.new_group, range(size), backend="gloo") for size in sizes}
+    groups = {size: await asyncio.to_thread(dist.new_group, range(size), backend=backend) for size in sizes}
     with ExitStack() as stack:
         ends = {
-            size: _Rank(rank, group, stack.enter_context(RankGroup(group)))
+            size: _Rank(rank, group, stack.enter_context(RankGroup(group)), device)
             for size, group in groups.items()
             if rank < size
         }
@@ -56,15 +60,22 @@ async def serve(line: Line, *, rank: int, sizes: list[int], store: str) -> None:
 class _Rank:
     """This process in one group."""
 
-    def __init__(self, rank: int, group: Any, ranks: RankGroup) -> None:  # noqa: ANN401 - torch's, untyped
+    def __init__(
+        self,
+        rank: int,
+        group: Any,  # noqa: ANN401 - torch's, untyped
+        ranks: RankGroup,
+        device: torch.device,
+    ) -> None:
         self._rank = rank
+        self._gpu = device.type == "cuda"
         self._group = group
         self._ranks = ranks
         self._batch: list[Outcome] = [self._found(number) for number in range(REQUESTS)]
         self._keys = [b"request %d of the batch, as a hash" % number for number in range(REQUESTS)]
-        self._vector = torch.zeros(LENGTH, dtype=torch.int32)
-        self._number = torch.zeros(1, dtype=torch.int32)
-        self._rows = torch.zeros(2, ranks.size, LENGTH, dtype=torch.int32)
+        self._vector = torch.zeros(LENGTH, dtype=torch.int32, device=device)
+        self._number = torch.zeros(1, dtype=torch.int32, device=device)
+        self._rows = torch.zeros(2, ranks.size, LENGTH, dtype=torch.int32, device=device)
         self._plain = [(number % 3, 100 + rank) for number in range(REQUESTS)]
 
     def _found(self, number: int) -> Outcome:
@@ -104,9 +115,16 @@ class _Rank:
 
     async def _bare(self) -> None:
         dist.all_reduce(self._vector, dist.ReduceOp.MIN, group=self._group)
+        self._settle()
 
     async def _exchange(self) -> None:
         dist.all_to_all_single(self._rows[0], self._rows[1], group=self._group)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the answer can be read, which on a GPU the call does not."""
+        if self._gpu:
+            torch.cuda.current_stream().synchronize()
 
     async def _gather_batch(self) -> None:
         found: list[Any] = [None] * self._ranks.size

@@ -25,7 +25,7 @@ from aiokv.bench.registry import Options
 from aiokv.bench.report import Goal, Report
 from aiokv.bench.rounds import alternate
 
-__all__ = ["GOALS", "run"]
+__all__ = ["GOALS", "Group", "compare", "run"]
 
 GOALS = {
     "ranks.gather_each_over_ours": Goal(20, "higher"),
@@ -48,8 +48,12 @@ _WAYS = {
 }
 
 
-class _Group:
-    """The first so many of the processes."""
+class Group:
+    """The first so many of the processes.
+
+    Args:
+        ranks: All of them, by rank.
+    """
 
     def __init__(self, ranks: Sequence[Child]) -> None:
         self._ranks = ranks
@@ -86,8 +90,10 @@ async def _run(report: Report, options: Options) -> None:
         for size in sizes:
             # Where ranks share processors they take turns, and each round takes many times as long.
             fewer = max(1, size // (os.cpu_count() or 1))
-            await _compare(_Group(ranks[:size]), report, max(3, rounds // fewer), max(40, count // fewer))
-        await _lags(_Group(ranks[:_LAGGING]), report, rounds, count)
+            group = Group(ranks[:size])
+            times = await compare(group, report, max(3, rounds // fewer), max(40, count // fewer))
+            _ratios(report, size, times)
+        await _lags(Group(ranks[:_LAGGING]), report, rounds, count)
     report.row(
         "collectives for prompts of 32k tokens",
         {
@@ -99,7 +105,8 @@ async def _run(report: Report, options: Options) -> None:
     )
 
 
-async def _compare(group: _Group, report: Report, rounds: int, count: int) -> None:
+async def compare(group: Group, report: Report, rounds: int, count: int) -> dict[str, list[float]]:
+    """Measure all ways, and tell; gives the time of each (us), by round."""
     found = await alternate(
         rounds,
         {way: partial(group.measure, way, max(2, int(count * share))) for way, (_, share) in _WAYS.items()},
@@ -116,14 +123,18 @@ async def _compare(group: _Group, report: Report, rounds: int, count: int) -> No
                 "CPU of the thread": Spread.of(cpu for _, cpu in found[way]),
             },
         )
-    if group.size == _GATHERING:
+    return times
+
+
+def _ratios(report: Report, size: int, times: dict[str, list[float]]) -> None:
+    if size == _GATHERING:
         report.ratio("ranks.gather_each_over_ours", over(times["gather_each"], times["ours"]))
         report.ratio("ranks.gather_batch_over_ours", over(times["gather_batch"], times["ours"]))
-    if group.size == _BARE:
+    if size == _BARE:
         report.ratio("ranks.ours_over_bare", over(times["ours"], times["bare"]))
 
 
-async def _lags(group: _Group, report: Report, rounds: int, count: int) -> None:
+async def _lags(group: Group, report: Report, rounds: int, count: int) -> None:
     found = await alternate(
         rounds, {way: partial(group.lag, way, max(10, count // 4)) for way in ("ours", "bare")}
     )

@@ -55,10 +55,17 @@ Way = Callable[[], Awaitable[float]]
 class _Pair:
     """Both processes, and the ways to move bytes between them; each gives bytes a second."""
 
-    def __init__(self, producer: Child, consumer: Child, addresses: dict[str, str], blocks: int) -> None:
+    def __init__(
+        self,
+        producer: Child,
+        consumer: Child,
+        addresses: dict[str, str],
+        back: dict[str, str],
+        blocks: int,
+    ) -> None:
         self._producer, self._consumer, self._blocks = producer, consumer, blocks
-        #: Of the producer's engines, by transport.
-        self.addresses = addresses
+        #: Of the producer's engines, by transport; and of the consumer's.
+        self.addresses, self._back = addresses, back
         self._round = 0
 
     async def move(self, transport: str, tokens: int, times: int, *, scattered: bool = True) -> float:
@@ -78,6 +85,29 @@ class _Pair:
         )
         await _told(self._producer, "finish", engine=transport)
         return _rate(took, tokens * token_bytes())
+
+    async def both(self, transport: str, tokens: int, times: int) -> float:
+        """Each fetches from the other at once; of the slower direction."""
+        blocks = block_ids(2 * tokens, self._blocks, _SEED, scattered=True)
+        out, into = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
+        self._round += 1
+        sides = []
+        for end, other, source in (
+            (self._consumer, self._producer, self.addresses[transport]),
+            (self._producer, self._consumer, self._back[transport]),
+        ):
+            tids = [f"{transport}.{self._round}.{len(sides)}.{number}" for number in range(times)]
+            await _told(other, "offer", engine=transport, tids=tids, blocks=out)
+            sides.append((end, tids, source))
+        found = await asyncio.gather(
+            *(
+                _told(end, "fetch", engine=transport, tids=tids, blocks=into, source=source)
+                for end, tids, source in sides
+            )
+        )
+        for end in (self._producer, self._consumer):
+            await _told(end, "finish", engine=transport)
+        return min(_rate(took, tokens * token_bytes()) for took in found)
 
     async def check(self, transport: str, tokens: int) -> None:
         """Move fresh random numbers, and compare.
@@ -154,6 +184,9 @@ def _ways(pair: _Pair, tokens: int, times: int, *, slow: bool) -> dict[str, Way]
             ways[name] = partial(pair.move, name, tokens, times)
         elif slow:
             ways[name] = partial(pair.move, name, tokens, 1)
+    for name in ("cuda_ipc", "nccl"):
+        if slow and name in pair.addresses:
+            ways[f"{name}, both ways at once, each"] = partial(pair.both, name, tokens, times)
     if slow and "nccl" in pair.addresses:
         ways["nccl, blocks together"] = partial(pair.move, "nccl", tokens, 1, scattered=False)
         ways[_GROUPED] = partial(pair.nccl, tokens, grouped=True)
@@ -233,7 +266,7 @@ async def _run(report: Report, options: Options) -> None:
         }
         for name, why in {**first["faults"], **second["faults"]}.items():
             _leave_out(report, name, why)
-        pair = _Pair(ends[0], ends[1], addresses, blocks)
+        pair = _Pair(ends[0], ends[1], addresses, second["addresses"], blocks)
         await pair.join(first["id"])
         await pair.connect(STREAMS)
         await _check(report, pair, min(sizes))
