@@ -91,7 +91,7 @@ class _Pair:
         blocks = block_ids(2 * tokens, self._blocks, _SEED, scattered=True)
         out, into = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
         self._round += 1
-        sides = []
+        sides: list[tuple[Child, list[str], str]] = []
         for end, other, source in (
             (self._consumer, self._producer, self.addresses[transport]),
             (self._producer, self._consumer, self._back[transport]),
