@@ -78,7 +78,7 @@ class Group:
 
 async def _run(report: Report, options: Options) -> None:
     sizes = [2, 4] if options.quick else [2, 4, 8]
-    rounds, count = (3, 40) if options.quick else (9, 200)
+    rounds, count = (2, 10) if options.quick else (9, 200)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="aiokv-ranks-"))
         store = str(Path(folder) / "store")
@@ -91,7 +91,8 @@ async def _run(report: Report, options: Options) -> None:
             # Where ranks share processors they take turns, and each round takes many times as long.
             fewer = max(1, size // (os.cpu_count() or 1))
             group = Group(ranks[:size])
-            times = await compare(group, report, max(3, rounds // fewer), max(40, count // fewer))
+            few = max(min(rounds, 3), rounds // fewer), max(min(count, 40), count // fewer)
+            times = await compare(group, report, *few)
             _ratios(report, size, times)
         await _lags(Group(ranks[:_LAGGING]), report, rounds, count)
     report.row(

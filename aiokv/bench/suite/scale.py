@@ -229,7 +229,7 @@ def _cells(cost: profiles.Cost) -> dict[str, Any]:
 
 
 async def _run(report: Report, options: Options) -> None:
-    size = _Size(600, 2, 200, 200) if options.quick else _Size(20_000, 8, 1_000, 2_000)
+    size = _Size(300, 2, 100, 100) if options.quick else _Size(20_000, 8, 1_000, 2_000)
     async with _pair(size.at_once) as pair:
         # What is made once is made by then: connections, streams, and memory that is kept.
         await pair.sequence(_SETTINGS["tombstones"])
