@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiokv.blocking.thread import LoopThread
 from aiokv.device.cache import KVCache
 from aiokv.engine.arguments import Window
 from aiokv.engine.engine import TransferEngine
@@ -26,7 +27,6 @@ from aiokv.engine.transfer import Fetch
 from aiokv.errors import AiokvError
 from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, Send, Ticket
 from aiokv.integrations.vllm.settings import ConnectorSettings
-from aiokv.integrations.vllm.thread import LoopThread
 from aiokv.proto.layout import CacheLayout
 from aiokv.router import Instance
 
