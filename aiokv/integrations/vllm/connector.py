@@ -16,15 +16,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from aiokv.device.cache import KVCache
 from aiokv.integrations.vllm.figures import Endpoint, Figures
+from aiokv.integrations.vllm.keeping import Keeping
+from aiokv.integrations.vllm.kvevents import kv_event
 from aiokv.integrations.vllm.layout import Group, cache_layout, rank_heads
+from aiokv.integrations.vllm.news import News
 from aiokv.integrations.vllm.orders import Orders
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -42,7 +48,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-__all__ = ["Address", "AioKVConnector", "Metadata"]
+    from aiokv.offload.statistics import TierStatistics
+
+__all__ = ["Address", "AioKVConnector", "Metadata", "TierNews"]
 
 _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -55,6 +63,17 @@ class Metadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
+class TierNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What changed in the workers' host tiers, on its way to the scheduler."""
+
+    news: list[News]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> TierNews:
+        """That of other workers, too."""
+        return TierNews([*self.news, *other.news])
+
+
+@dataclass
 class Address(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """Where a worker's engine is reached, on its way to the scheduler."""
 
@@ -62,10 +81,11 @@ class Address(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """Moves KV between instances of vLLM by aiokv.
+    """Moves KV between instances of vLLM, and between one and its host's memory, by aiokv.
 
     Prefill sides offer what a request left behind and hold its blocks until it was fetched; decode sides
-    fetch it while other requests are computed.
+    fetch it while other requests are computed. A host tier keeps what was computed or fetched, and brings
+    back what vLLM's own cache has lost.
 
     Args:
         vllm_config: vLLM's configuration; ``kv_connector_extra_config`` is read as ``ConnectorSettings``.
@@ -84,15 +104,27 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if parallel.pipeline_parallel_size > 1:
             raise ValueError("AioKVConnector: pipeline parallelism is not supported")
         self._settings = ConnectorSettings.read(transfer.kv_connector_extra_config)
+        if self._settings.host_tier is not None and transfer.kv_load_failure_policy != "recompute":
+            raise ValueError(
+                "AioKVConnector: what the host tier has lost is computed again, so host_tier needs "
+                '"kv_load_failure_policy": "recompute"'
+            )
         self._groups = [_group(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
         #: The worker's half; None beside the scheduler, and until the caches are registered.
         self._worker: WorkerHalf | None = None
         #: Blocks whose load failed, not yet told.
         self._invalid: set[int] = set()
         self._figures = Figures()
+        #: The host tier's counts when they were last looked at.
+        self._counted: TierStatistics | None = None
         sizes = [group.block_size for group in self._groups]
+        events = vllm_config.kv_events_config
+        tier = None
+        if self._settings.host_tier is not None:
+            told = events is not None and events.enable_kv_cache_events
+            tier = Keeping(sizes[0], parallel.tensor_parallel_size, events=told)
         #: The scheduler's half; idle in a worker.
-        self._scheduler = SchedulerHalf(sizes, str(transfer.engine_id))
+        self._scheduler = SchedulerHalf(sizes, str(transfer.engine_id), tier=tier)
 
     # -- in a worker
 
@@ -120,6 +152,11 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Where this worker is reached."""
         return Address(self._worker.address) if self._worker is not None else None
 
+    def handle_preemptions(self, kv_connector_metadata: Metadata) -> None:
+        """Before a step writes anything: what it writes to must have been read by the host tier."""
+        if self._worker is not None:
+            self._worker.fence(kv_connector_metadata.orders)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Begin what the scheduler ordered in this step."""
         metadata = self._get_connector_metadata()
@@ -135,7 +172,9 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing: blocks are offered where they are."""
 
     def wait_for_save(self) -> None:
-        """Nothing: blocks that are offered are held."""
+        """Begin to copy to the host tier what the step has filled; blocks that are offered are held."""
+        if self._worker is not None and self.has_connector_metadata():
+            self._worker.keep(self._get_connector_metadata().orders.keeps, _compute_stream())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What came to an end since the last step."""
@@ -146,8 +185,8 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._figures.add(outcome)
         found.finished_sending, found.finished_recving = outcome.sent, outcome.loaded
         for name, blocks in outcome.failed.items():
-            if len(blocks) == 1:
-                self._invalid.update(blocks[0].ids)
+            if len(self._groups) == 1:
+                self._invalid.update(block for each in blocks for block in each.ids)
             else:  # an id would stand for a block of each group
                 found.failed_recving.add(name)
         return found
@@ -185,6 +224,15 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Figures in vLLM's Prometheus endpoint."""
         return Endpoint(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
+    def build_connector_worker_meta(self) -> TierNews | None:
+        """What changed in the host tier."""
+        if self._worker is None or (news := self._worker.news()) is None:
+            return None
+        before, self._counted = self._counted, self._worker.tier_statistics()
+        if self._counted is not None:
+            self._figures.add_tier(before, self._counted)
+        return TierNews([news])
+
     def shutdown(self) -> None:
         """Close the transfer engine; peers are told."""
         worker, self._worker = self._worker, None
@@ -201,10 +249,12 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """All groups: a request's own blocks are fetched."""
         return tuple(range(len(self._groups)))
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that can be loaded; always in the background."""
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded, always in the background; None while others load the same."""
         tokens = self._scheduler.matched(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -212,13 +262,40 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """A request has its blocks: load into them what is to be loaded."""
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """How many tokens come from the host tier, and how many from a prefill side."""
+        host, peers = self._scheduler.sources(request, num_external_tokens)
+        found = {CacheHitSource.HOST: host, CacheHitSource.P2P: peers}
+        return {source: tokens for source, tokens in found.items() if tokens}
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
         """What the workers are to do in this step."""
+        cached = scheduler_output.scheduled_cached_reqs
+        # Those that are new or resumed were told of all their blocks when they got them.
+        more = {
+            name: new[0]
+            for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True)
+            if new is not None and name not in cached.resumed_req_ids
+        }
+        for name, tokens in scheduler_output.num_scheduled_tokens.items():
+            self._scheduler.scheduled(name, tokens, more.get(name, ()))
         return Metadata(self._scheduler.orders())
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take note of what the workers reported."""
-        self._scheduler.reported(connector_output.finished_recving or ())
+        told = connector_output.kv_connector_worker_meta
+        news = told.news if isinstance(told, TierNews) else ()
+        self._scheduler.reported(connector_output.finished_recving or (), news)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What came to be in the host tier, and what went."""
+        return [kv_event(change) for change in self._scheduler.take_changes()]
+
+    def reset_cache(self) -> bool | None:
+        """Empty the host tier; False if a request is waiting for what was in it, None without a tier."""
+        return self._scheduler.reset()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request is over; see ``request_finished_all_groups``."""
@@ -231,7 +308,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.finished(request, block_ids, complete=request.status in _COMPLETE)
 
     def has_pending_push_work(self) -> bool:
-        """Whether a step is needed to give the workers what was decided."""
+        """Whether a step is needed to tell the workers what was decided, or to hear of them."""
         return self._scheduler.pending
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Blocks", "Load", "Orders", "Release", "Send", "Ticket", "listed"]
+__all__ = ["Blocks", "Keep", "Load", "Orders", "Recall", "Release", "Send", "Ticket", "listed"]
 
 #: The block that vLLM lists where a group needs none any more: those before a sliding window.
 _NULL = 0
@@ -84,7 +84,7 @@ class Load:
         ticket: Names the transfer.
         sources: Addresses of the prefill side's ranks.
         blocks: A list for each KV cache group.
-        first: First token that isn't here yet.
+        first: First token that is neither here yet, nor recalled from the host tier.
         tokens: Tokens that are to be here in the end.
     """
 
@@ -110,10 +110,48 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class Recall:
+    """Bring blocks back from the host tier, for a request that waits for them.
+
+    Attributes:
+        request: vLLM's name of the request, for the report.
+        hashes: vLLM's hashes of the blocks, which continue each other.
+        blocks: Where they go, as many.
+    """
+
+    request: str
+    hashes: tuple[bytes, ...]
+    blocks: Blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Copy blocks to the host tier that this step, or one before, has filled.
+
+    vLLM doesn't hold them for that: it may give them to others, whose step has this in its ``fences``.
+
+    Attributes:
+        number: For the report, and for fences.
+        hashes: vLLM's hashes of the blocks, which continue each other.
+        blocks: Block ids, as many.
+        parent: Hash of the block before the first; None if there is none.
+    """
+
+    number: int
+    hashes: tuple[bytes, ...]
+    blocks: tuple[int, ...]
+    parent: bytes | None
+
+
+@dataclass(slots=True)
 class Orders:
     """All of one step.
 
     Attributes:
+        reset: Empty the host tier, before anything else of this step; the number of that reset, or None.
+        fences: Numbers of ``Keep``s that read blocks which this step writes: they are to be over before.
+        recalls: What to bring back from the host tier.
+        keeps: What to copy there, once the step has computed.
         sends: What to offer.
         loads: What to fetch.
         releases: Whom to tell that nothing will be fetched.
@@ -121,11 +159,21 @@ class Orders:
         aborts: Requests, by vLLM's names, whose loads nobody waits for any more.
     """
 
+    reset: int | None = None
+    fences: set[int] = field(default_factory=set)
+    recalls: list[Recall] = field(default_factory=list)
+    keeps: list[Keep] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
     refusals: list[Ticket] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
 
+    def waited_for(self) -> list[str]:
+        """Requests that wait, once for each order."""
+        return [load.request for load in self.loads] + [recall.request for recall in self.recalls]
+
     def __bool__(self) -> bool:
-        return bool(self.sends or self.loads or self.releases or self.refusals or self.aborts)
+        """Whether a step is needed for it."""
+        moves = self.sends or self.loads or self.recalls or self.keeps
+        return bool(moves or self.releases or self.refusals or self.aborts or self.reset is not None)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
+from aiokv.integrations.vllm import keeping
+from aiokv.integrations.vllm.news import News
 from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, Send, Ticket, listed
 from aiokv.integrations.vllm.params import Params, Pull, answer, minted, pull_of
 
@@ -20,11 +22,9 @@ _log = logging.getLogger("aiokv")
 BlockIds = Sequence[Sequence[int]]
 
 
-class Request(Protocol):
+class Request(keeping.Request, Protocol):
     """What is read of vLLM's ``Request``."""
 
-    request_id: str
-    num_computed_tokens: int
     kv_transfer_params: dict[str, object] | None
 
     @property
@@ -39,11 +39,17 @@ class SchedulerHalf:
         block_sizes: Tokens per block, for each KV cache group.
         engine: Name of this instance.
         mint: Makes transfer ids, where no router did.
+        tier: Decides what the host tier does; None: there is none.
     """
 
     def __init__(
-        self, block_sizes: Sequence[int], engine: str, mint: Callable[[], str] = lambda: uuid.uuid4().hex
+        self,
+        block_sizes: Sequence[int],
+        engine: str,
+        mint: Callable[[], str] = lambda: uuid.uuid4().hex,
+        tier: keeping.Keeping | None = None,
     ) -> None:
+        self._tier = tier
         self._block_sizes = tuple(block_sizes)
         self._engine = engine
         self._mint = mint
@@ -61,13 +67,14 @@ class SchedulerHalf:
 
     # -- a request comes
 
-    def matched(self, request: Request, computed: int) -> int:
-        """Tokens beyond ``computed`` that can be loaded. Changes nothing that can be seen."""
+    def matched(self, request: Request, computed: int) -> int | None:
+        """Tokens beyond ``computed`` that can be loaded; None: ask again. Changes nothing to be seen."""
         pull = self._pull(request)
-        if pull is None:
-            return 0
+        there = 0 if self._tier is None else self._tier.found(request, computed)
+        if there is None:
+            return None
         self._computed[request.request_id] = computed
-        return max(0, _end(pull, request) - computed)
+        return max(there, 0 if pull is None else _end(pull, request) - computed)
 
     def allocated(self, request: Request, blocks: BlockIds, external: int) -> None:
         """A request got its blocks. vLLM says so twice for one that loads; the second time with 0 tokens.
@@ -77,28 +84,27 @@ class SchedulerHalf:
             blocks: Its blocks, in each group, from its first token on.
             external: Tokens to be loaded, behind those that ``matched`` was told of.
         """
-        pull = self._pull(request)
+        name, pull = request.request_id, self._pull(request)
+        first = self._computed.pop(name, 0)
+        end = first + max(0, external)
+        if end > first:
+            self._loading.add(name)
+        if self._tier is not None:
+            self._tier.begun(request, blocks[0])
+            recall = self._tier.recall(request, blocks[0], first, end)
+            if recall is not None:
+                self._orders.recalls.append(recall)
+                first += self._tier.recalled(name)
         if pull is None:
             return
-        self._served.add(request.request_id)
-        self._pulls.pop(request.request_id, None)
-        first = self._computed.pop(request.request_id, 0)
-        if external <= 0:
-            # All of it is here already: the other side may let go (vllm#56640).
+        self._served.add(name)
+        self._pulls.pop(name, None)
+        if end <= first:
+            # All of it is here already, or in the host tier: the other side may let go (vllm#56640).
             self._orders.releases.append(Release(pull.ticket, pull.sources))
             return
-        end = first + external
-        self._loading.add(request.request_id)
-        self._orders.loads.append(
-            Load(
-                request=request.request_id,
-                ticket=pull.ticket,
-                sources=pull.sources,
-                blocks=self._listed(blocks, first, end),
-                first=first,
-                tokens=end,
-            )
-        )
+        held = self._listed(blocks, first, end)
+        self._orders.loads.append(Load(name, pull.ticket, pull.sources, held, first, end))
 
     # -- a request goes
 
@@ -121,6 +127,8 @@ class SchedulerHalf:
         self._pulls.pop(name, None)
         self._computed.pop(name, None)
         self._served.discard(name)
+        if self._tier is not None:
+            self._tier.finished(name)
         if name in self._loading:
             self._loading.discard(name)
             self._orders.aborts.append(name)
@@ -151,6 +159,11 @@ class SchedulerHalf:
 
     # -- each step
 
+    def scheduled(self, name: str, tokens: int, new: Sequence[int]) -> None:
+        """A request computes in the step that is being put together; see ``Keeping.scheduled``."""
+        if self._tier is not None:
+            self._tier.scheduled(name, tokens, new, self._orders)
+
     def orders(self) -> Orders:
         """What was decided since this was last asked."""
         orders, self._orders = self._orders, Orders()
@@ -159,11 +172,37 @@ class SchedulerHalf:
     @property
     def pending(self) -> bool:
         """Whether a step is needed although no request may need one."""
-        return bool(self._orders)
+        return bool(self._orders) or (self._tier is not None and self._tier.pending)
 
-    def reported(self, loaded: Sequence[str]) -> None:
-        """The workers reported that these loads are over."""
+    def reported(self, loaded: Iterable[str], news: Iterable[News] = ()) -> None:
+        """The workers reported that these loads are over, and what became of their host tiers."""
         self._loading.difference_update(loaded)
+        if self._tier is None:
+            return
+        for each in news:
+            self._tier.told(each)
+        for name in loaded:
+            self._tier.loaded(name)
+
+    def reset(self) -> bool | None:
+        """Empty the host tier; None where there is none.
+
+        Returns:
+            False if a request is waiting for blocks of before; it is emptied all the same.
+        """
+        if self._tier is None:
+            return None
+        self._orders.reset, well = self._tier.reset()
+        return well
+
+    def take_changes(self) -> list[keeping.TierChange]:
+        """What changed in the host tiers, for those who read KV events."""
+        return [] if self._tier is None else self._tier.take_changes()
+
+    def sources(self, request: Request, tokens: int) -> tuple[int, int]:
+        """How many of the tokens that a request waits for come from the host tier, how many from peers."""
+        host = 0 if self._tier is None else min(tokens, self._tier.recalled(request.request_id))
+        return host, tokens - host
 
     # -- within
 

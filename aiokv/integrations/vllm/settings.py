@@ -12,10 +12,12 @@ import msgspec
 from aiokv.config import Config
 from aiokv.control.address import canonical
 from aiokv.engine.arguments import seconds, whole
+from aiokv.offload.policies import policy_named
+from aiokv.offload.settings import size_of
 
 __all__ = ["ConnectorSettings", "Registration"]
 
-_OWN = ("hold", "load_timeout", "decode_ranks", "model", "router")
+_OWN = ("hold", "load_timeout", "decode_ranks", "model", "router", "host_tier", "host_tier_policy")
 
 
 class Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,6 +49,8 @@ class ConnectorSettings:
         decode_ranks: Ranks of an instance that fetches from this one; None: as many as this one has.
         model: Compared for equality between the two sides, besides what is found out about the model.
         router: How this instance makes itself known to a router; None: it doesn't.
+        host_tier: Bytes of host memory in which all ranks together keep blocks; None: they keep none.
+        host_tier_policy: What goes first there: ``"lru"`` or ``"arc"``.
     """
 
     engine: Config
@@ -55,6 +59,8 @@ class ConnectorSettings:
     decode_ranks: int | None = None
     model: str = ""
     router: Registration | None = None
+    host_tier: int | None = None
+    host_tier_policy: str = "lru"
 
     @classmethod
     def read(cls, extra: Mapping[str, object]) -> ConnectorSettings:
@@ -82,6 +88,10 @@ class ConnectorSettings:
             raise TypeError(f"kv_connector_extra_config: model is a text, not {own['model']!r}")
         if own.get("router") is not None:
             own["router"] = _named("router", _registration, own["router"])
+        if own.get("host_tier") is not None:
+            own["host_tier"] = _named("host_tier", lambda value: size_of(value, "it"), own["host_tier"])
+        if "host_tier_policy" in own:
+            _named("host_tier_policy", policy_named, own["host_tier_policy"])
         engine = Config(**{name: value for name, value in extra.items() if name not in _OWN})  # type: ignore[arg-type]
         return cls(engine=engine, **own)  # type: ignore[arg-type]
 

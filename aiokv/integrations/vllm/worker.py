@@ -13,55 +13,32 @@ import atexit
 import hashlib
 import logging
 import time
-from collections import deque
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any
 
 from aiokv.blocking.thread import LoopThread
 from aiokv.device.cache import KVCache
 from aiokv.engine.arguments import Window
 from aiokv.engine.engine import TransferEngine
-from aiokv.engine.transfer import Fetch
 from aiokv.errors import AiokvError
-from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, Send, Ticket
+from aiokv.integrations.vllm.news import Kept, Missed, News
+from aiokv.integrations.vllm.orders import Blocks, Keep, Load, Orders, Recall, Release, Send, Ticket
+from aiokv.integrations.vllm.reports import Ended, Outcome, Reports, blocks_of
 from aiokv.integrations.vllm.settings import ConnectorSettings
+from aiokv.integrations.vllm.tiering import Tiering
+from aiokv.offload.statistics import TierStatistics
 from aiokv.proto.layout import CacheLayout
 from aiokv.router import Instance
 
-__all__ = ["Outcome", "WorkerHalf"]
+__all__ = ["WorkerHalf"]
 
 _log = logging.getLogger("aiokv")
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What came to an end since it was last asked for.
-
-    Attributes:
-        sent: Requests whose blocks are held no longer.
-        loaded: Requests whose load is over, be it well or not.
-        failed: Those of them whose load failed, with the blocks that hold nothing.
-        loads: For each that went well, the seconds that it took, and its bytes.
-        unsent: How many of ``sent`` nobody read to the end.
-    """
-
-    sent: set[str] = field(default_factory=set)
-    loaded: set[str] = field(default_factory=set)
-    failed: dict[str, tuple[Blocks, ...]] = field(default_factory=dict)
-    loads: list[tuple[float, int]] = field(default_factory=list)
-    unsent: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """How an order ended: well or not, after how many seconds, with how many bytes."""
-
-    order: Send | Load
-    well: bool = False
-    seconds: float = 0.0
-    size: int = 0
+#: How many bytes an order moved, and which blocks hold nothing.
+_Work = Coroutine[Any, Any, tuple[int, tuple[Blocks, ...]]]
 
 
 class WorkerHalf:
@@ -88,14 +65,16 @@ class WorkerHalf:
         sizes = {group.block_size for group in cache.layout.groups}
         if cache.device.kind != "cuda" and len(sizes) > 1:
             raise ValueError(f"on a CPU, KV cache groups need one block size, not {sorted(sizes)}")
+        self._rank = rank
         self._readers = settings.decode_ranks or ranks
         #: Tokens that are moved together. vLLM's kernels for CPUs keep the tokens of a block interleaved, so
         #: that no part of one means anything.
         self._unit = 1 if cache.device.kind == "cuda" else cache.layout.groups[0].block_size
-        #: What has ended: written by the loop's thread, read by vLLM's. A deque's ends need no lock.
-        self._ended: deque[_Ended] = deque()
-        #: Loads under way, by request; the loop's thread alone.
-        self._fetches: dict[str, Fetch] = {}
+        self._reports = Reports()
+        #: How to give up each load and recall under way; the loop's thread alone.
+        self._give_up: dict[tuple[str, type], Callable[[], object]] = {}
+        #: The host tier; None where there is none.
+        self._tiering: Tiering | None = None
         #: Tasks of orders under way; the loop's thread alone.
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = LoopThread("aiokv")
@@ -114,6 +93,17 @@ class WorkerHalf:
     async def _enter(self, rank: int, ranks: int) -> TransferEngine:
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(self._settings.at_rank(rank).engine(self._cache))
+            if self._settings.host_tier is not None:
+                if len(self._cache.layout.groups) > 1 or self._cache.layout.groups[0].window:
+                    raise ValueError("host_tier: models with sliding windows can't have one yet")
+                tiering = Tiering(
+                    self._cache,
+                    self._settings.host_tier // ranks,
+                    self._settings.host_tier_policy,
+                    engine=engine,
+                    timeout=self._settings.load_timeout,
+                )
+                self._tiering = await stack.enter_async_context(tiering)
             if (given := self._settings.router) is not None:
                 if ranks > 1:
                     raise ValueError("router: an instance of several ranks can't register itself yet")
@@ -144,27 +134,44 @@ class WorkerHalf:
         """
         if not orders:
             return
+        self._reports.expect(orders)
         try:
             self._thread.post(self._begin, orders, stream)
         except RuntimeError:  # closed: nothing will ever be moved
-            self._ended.extend(map(_Ended, orders.sends))
-            self._ended.extend(map(_Ended, orders.loads))
+            left: list[Send | Load | Recall] = [*orders.sends, *orders.loads, *orders.recalls]
+            for order in left:
+                self._reports.add(Ended(order, blocks_of(order)))
+            if self._tiering is not None:
+                self._tiering.changes.extend(Missed(recall.request) for recall in orders.recalls)
+
+    def keep(self, keeps: Sequence[Keep], stream: object | None = None) -> None:
+        """Begin to copy blocks to the host tier, after what is enqueued on the stream now. Never blocks."""
+        if not keeps or self._tiering is None:
+            return
+        try:
+            self._thread.post(self._keep, keeps, stream)
+        except RuntimeError:  # closed
+            self._tiering.changes.extend(Kept(keep.number, 0) for keep in keeps)
+
+    def fence(self, orders: Orders) -> None:
+        """Wait for the host tier to have read what this step writes. It rarely reads such blocks."""
+        if orders.fences and self._tiering is not None:
+            with suppress(RuntimeError):  # closed: nothing is read any more
+                self._thread.run(self._tiering.over(orders.fences))
 
     def outcome(self) -> Outcome:
-        """What came to an end since the last call; each order is in it once. Never blocks."""
-        found = Outcome()
-        while self._ended:
-            end = self._ended.popleft()
-            if isinstance(end.order, Send):
-                found.sent.add(end.order.request)
-                found.unsent += not end.well
-                continue
-            found.loaded.add(end.order.request)
-            if end.well:
-                found.loads.append((end.seconds, end.size))
-            else:
-                found.failed[end.order.request] = end.order.blocks
-        return found
+        """What came to an end since the last call; each request is in it once. Never blocks."""
+        return self._reports.take()
+
+    def news(self) -> News | None:
+        """What changed in the host tier since the last call; None where nothing did. Never blocks."""
+        if self._tiering is None or not (changes := self._tiering.changes):
+            return None
+        return News(self._rank, tuple(changes.popleft() for _ in range(len(changes))))
+
+    def tier_statistics(self) -> TierStatistics | None:
+        """What the host tier did so far; None where there is none."""
+        return None if self._tiering is None else self._tiering.tier.statistics()
 
     def close(self) -> None:
         """Abort what is going on, on both sides, and give everything back. Blocks; may be called twice."""
@@ -183,12 +190,16 @@ class WorkerHalf:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _begin(self, orders: Orders, stream: object | None) -> None:
+        if orders.reset is not None and self._tiering is not None:
+            self._spawn(self._tiering.reset(orders.reset))
         for name in orders.aborts:
-            fetch = self._fetches.get(name)
-            if fetch is not None:
-                fetch.cancel("the request was aborted")
+            self._abort(name, Load)
+            # One that was ordered just now begins in this turn of the loop.
+            asyncio.get_running_loop().call_soon(self._abort, name, Recall)
         for send in orders.sends:
             self._spawn(self._until_over(send, self._send(send, stream)))
+        for recall in orders.recalls:
+            self._spawn(self._until_over(recall, self._recall(recall, stream)))
         for load in orders.loads:
             self._spawn(self._until_over(load, self._load(load, stream)))
         for release in orders.releases:
@@ -196,26 +207,37 @@ class WorkerHalf:
         for ticket in orders.refusals:
             self._spawn(self._refuse(ticket))
 
+    def _keep(self, keeps: Sequence[Keep], stream: object | None) -> None:
+        assert self._tiering is not None  # noqa: S101 (asked for before)
+        for keep in keeps:
+            self._tiering.keep(keep, stream)
+
+    def _abort(self, name: str, kind: type) -> None:
+        give_up = self._give_up.get((name, kind))
+        if give_up is not None:
+            give_up()
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _until_over(self, order: Send | Load, work: Coroutine[Any, Any, int]) -> None:
+    async def _until_over(self, order: Send | Load | Recall, work: _Work) -> None:
         """Do it, and report it once."""
         what = "sent to others" if isinstance(order, Send) else "loaded"
-        began, end = time.monotonic_ns(), _Ended(order)
+        began, end = time.monotonic_ns(), Ended(order, blocks_of(order))
         try:
-            size = await work
-            end = _Ended(order, well=True, seconds=(time.monotonic_ns() - began) / 1e9, size=size)
+            size, failed = await work
+            end = Ended(order, failed, (time.monotonic_ns() - began) / 1e9, size)
         except (AiokvError, TypeError, ValueError) as error:
             _log.warning("the KV of request %s was not %s: %s", order.request, what, error)
         except Exception:  # noqa: BLE001 (what isn't reported holds the request for ever)
             _log.exception("the KV of request %s was not %s", order.request, what)
         finally:
-            self._ended.append(end)
+            self._give_up.pop((order.request, type(order)), None)
+            self._reports.add(end)
 
-    async def _send(self, send: Send, stream: object | None) -> int:
+    async def _send(self, send: Send, stream: object | None) -> tuple[int, tuple[Blocks, ...]]:
         offer = self._engine.offer(
             send.ticket.transfer,
             _windows(send.blocks),
@@ -228,9 +250,23 @@ class WorkerHalf:
         for layer in range(self._cache.layout.layers):
             offer.layer_ready(layer, stream=stream)
         await offer.wait()
-        return offer.progress.bytes_moved
+        return offer.progress.bytes_moved, ()
 
-    async def _load(self, load: Load, stream: object | None) -> int:
+    async def _recall(self, recall: Recall, stream: object | None) -> tuple[int, tuple[Blocks, ...]]:
+        task = asyncio.current_task()
+        assert self._tiering is not None  # noqa: S101 (the scheduler's half recalls nothing else)
+        assert task is not None  # noqa: S101
+        self._give_up[recall.request, Recall] = task.cancel
+        count, blocks = await self._tiering.recall(recall, stream), recall.blocks
+        (group,) = self._cache.layout.groups
+        size = count * group.block_bytes * len(group.layers)
+        if count == len(blocks.ids):
+            return size, ()
+        return size, (Blocks(blocks.start + count * self._tiering.tier.block_size, blocks.ids[count:]),)
+
+    async def _load(self, load: Load, stream: object | None) -> tuple[int, tuple[Blocks, ...]]:
+        if self._tiering is not None:
+            await self._tiering.unread(load.blocks[0].ids)
         fetch = self._engine.fetch(
             load.ticket.transfer,
             _windows(load.blocks),
@@ -242,12 +278,9 @@ class WorkerHalf:
             stream=stream,
         )
         fetch.start()
-        self._fetches[load.request] = fetch
-        try:
-            await fetch.wait()
-        finally:
-            del self._fetches[load.request]
-        return fetch.progress.bytes_moved
+        self._give_up[load.request, Load] = partial(fetch.cancel, "the request was aborted")
+        await fetch.wait()
+        return fetch.progress.bytes_moved, ()
 
     async def _release(self, release: Release) -> None:
         """Fetch nothing: the other side then knows that it is done."""

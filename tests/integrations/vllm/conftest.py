@@ -1,18 +1,32 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 
-@pytest.fixture(scope="session")
-def real() -> ModuleType:
-    """The module ``real.py`` beside this file."""
-    spec = importlib.util.spec_from_file_location("aiokv_real_vllm", Path(__file__).with_name("real.py"))
+def beside(name: str) -> ModuleType:
+    """A module beside this file."""
+    spec = importlib.util.spec_from_file_location(
+        f"aiokv_vllm_{name}", Path(__file__).with_name(f"{name}.py")
+    )
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="session")
+def real() -> ModuleType:
+    """Real vLLMs in processes of their own."""
+    return beside("real")
+
+
+@pytest.fixture(scope="session")
+def played() -> ModuleType:
+    """A vLLM that is played."""
+    return beside("played")

@@ -32,10 +32,11 @@ def tell(**event: Any) -> None:
 class Instance:
     def __init__(self, model: str, transfer: str | None, **options: Any) -> None:
         from vllm import LLM
-        from vllm.config import KVTransferConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
 
         if transfer:
             options["kv_transfer_config"] = KVTransferConfig(**json.loads(transfer))
+            options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         self.engine = LLM(
             model,
             enforce_eager=True,
@@ -56,6 +57,20 @@ class Instance:
             preempt(*args, **named)
 
         self.scheduler._preempt_request = counted
+        #: Blocks of host memory, by hash, as a router that goes by KV events has them.
+        self.resident: dict[bytes, list[int]] = {}
+        self.scheduler.kv_event_publisher.publish = self.publish
+
+    def publish(self, batch: Any) -> None:
+        for event in batch.events:
+            if getattr(event, "medium", None) != "CPU":
+                continue
+            if type(event).__name__ == "BlockRemoved":
+                for block in event.block_hashes:
+                    del self.resident[block]
+                continue
+            for at, block in enumerate(event.block_hashes):
+                self.resident[block] = event.token_ids[at * event.block_size :][: event.block_size]
 
     def run(self) -> None:
         tell(event="up")
@@ -122,8 +137,12 @@ class Instance:
         samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
         tell(event="figures", **{each.name: each.value for each in samples if "aiokv" in each.name})
 
-    def do_reset(self) -> None:
-        tell(event="reset", well=self.engine.reset_prefix_cache())
+    def do_told(self) -> None:
+        """What KV events said to be in host memory."""
+        tell(event="told", blocks=list(self.resident.values()))
+
+    def do_reset(self, connector: bool = False) -> None:
+        tell(event="reset", well=self.engine.reset_prefix_cache(reset_connector=connector))
 
 
 if __name__ == "__main__":

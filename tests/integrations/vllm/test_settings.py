@@ -21,6 +21,9 @@ def test_fields_of_both_kinds() -> None:
         ({"load_timeout": "soon"}, "load_timeout"),
         ({"decode_ranks": 0}, "decode_ranks"),
         ({"model": 7}, "model"),
+        ({"host_tier": "64GB!"}, "host_tier: .*64GiB"),
+        ({"host_tier": 0}, "host_tier"),
+        ({"host_tier_policy": "fifo"}, "host_tier_policy: .*lru"),
         ({"router": {"address": "tcp://127.0.0.1:7000"}}, "router: .*role"),
         ({"router": "tcp://127.0.0.1:7000"}, "router"),
         ({"transports": ["pigeon"]}, "pigeon"),
@@ -29,6 +32,11 @@ def test_fields_of_both_kinds() -> None:
 def test_what_cant_be_meant_is_named(extra: dict[str, object], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         ConnectorSettings.read(extra)
+
+
+def test_a_host_tier_by_its_size() -> None:
+    assert ConnectorSettings.read({"host_tier": "64GiB"}).host_tier == 64 << 30
+    assert ConnectorSettings.read({}).host_tier is None
 
 
 def test_ranks_take_ports_in_a_row() -> None:

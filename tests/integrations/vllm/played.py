@@ -1,0 +1,337 @@
+"""A vLLM that is played: its scheduler, block pool and prefix cache, with a model that can be checked.
+
+It keeps vLLM's rules, and asserts what vLLM asserts. What the model writes for a token is a number made of
+all tokens up to it and of the weights; before it computes it looks whether all that it reads is that. So a
+block that is written too early or too late, or comes back with another's content, is found in the step that
+uses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from aiokv.device.cache import KVCache
+from aiokv.integrations.vllm.keeping import Keeping
+from aiokv.integrations.vllm.layout import Group, cache_layout
+from aiokv.integrations.vllm.scheduler import SchedulerHalf
+from aiokv.integrations.vllm.settings import ConnectorSettings
+from aiokv.integrations.vllm.worker import WorkerHalf
+
+__all__ = ["LAYERS", "SIZE", "Played", "Request", "answer"]
+
+SIZE = 32
+LAYERS = ("layers.0", "layers.1")
+BLOCK_BYTES = len(LAYERS) * 2 * SIZE * 16 * 4
+
+
+def _numbers(tokens: Iterable[int], weights: int) -> list[int]:
+    """What the model writes for each token: exact as float32."""
+    found, number = [], weights
+    for token in tokens:
+        number = (number * 31 + token + 1) % 65521
+        found.append(number)
+    return found
+
+
+def answer(prompt: list[int], count: int, weights: int = 1) -> list[int]:
+    """What the model answers."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(_numbers(tokens, weights)[-1] % 50)
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Request:
+    request_id: str
+    prompt: list[int]
+    wanted: int = 4
+    kv_transfer_params: dict[str, Any] | None = None
+    num_computed_tokens: int = 0
+    lora_request: None = None
+    tokens: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    #: It waits for a load, which was not reported.
+    waits: bool = False
+    #: Blocks that the load left empty; None while it isn't reported.
+    empty: set[int] | None = None
+    over: bool = False
+    said: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+        self.hash()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.tokens
+
+    @property
+    def answered(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    def hash(self) -> None:
+        while len(self.block_hashes) < len(self.tokens) // SIZE:
+            end = (len(self.block_hashes) + 1) * SIZE
+            self.block_hashes.append(hashlib.sha256(repr(self.tokens[:end]).encode()).digest())
+
+
+class Played:
+    """One instance."""
+
+    def __init__(
+        self, name: str = "one", *, blocks: int = 24, budget: int = 64, events: bool = False, **extra: object
+    ) -> None:
+        # As on a CPU: all layers are views of one storage, K and V joined.
+        storage = torch.zeros(len(LAYERS), blocks, 2, SIZE, 16)
+        self.tensors = dict(zip(LAYERS, storage, strict=True))
+        layout, tensors = cache_layout(
+            [Group(LAYERS, SIZE, 2, 8)], self.tensors, heads=(0, 2), total_heads=2, model=b""
+        )
+        settings = ConnectorSettings.read({"transports": ["tcp"], "load_timeout": 20, **extra})
+        self.worker = WorkerHalf(KVCache.from_tensors(layout, tensors), settings)
+        tier = None if settings.host_tier is None else Keeping(SIZE, events=events)
+        self.half = SchedulerHalf([SIZE], name, tier=tier)
+        self.half.addresses = (self.worker.address,)
+        self.budget = budget
+        self.weights = 1
+        #: As in vLLM: free blocks keep what is in them until they are taken, the least recently freed first.
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
+        self.users = [0] * blocks
+        self.cached: dict[bytes, int] = {}
+        self.names: dict[int, bytes] = {}
+        self.requests: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        #: Over, with blocks that are held until they were sent.
+        self.held: dict[str, Request] = {}
+        self.computed = self.preempted = self.recalled = 0
+
+    # -- blocks
+
+    def take(self, request: Request, tokens: int) -> bool:
+        count = -(-tokens // SIZE) - len(request.blocks)
+        if count > len(self.free):
+            return False
+        for _ in range(count):
+            block, _ = self.free.popitem(last=False)
+            name = self.names.pop(block, None)
+            if name is not None and self.cached.get(name) == block:
+                del self.cached[name]
+            self.users[block] = 1
+            request.blocks.append(block)
+        return True
+
+    def give(self, request: Request) -> None:
+        for block in reversed(request.blocks):
+            self.users[block] -= 1
+            if not self.users[block]:
+                self.free[block] = None
+        request.blocks = []
+
+    def cache(self, request: Request) -> None:
+        for at in range(request.num_computed_tokens // SIZE):
+            name, block = request.block_hashes[at], request.blocks[at]
+            if name not in self.cached and block not in self.names:
+                self.cached[name], self.names[block] = block, name
+
+    def hits(self, request: Request) -> list[int]:
+        found = []
+        for name in request.block_hashes[: (len(request.tokens) - 1) // SIZE]:
+            if name not in self.cached:
+                break
+            found.append(self.cached[name])
+        return found
+
+    # -- requests
+
+    def add(
+        self, name: str, prompt: list[int], wanted: int = 4, params: dict[str, Any] | None = None
+    ) -> Request:
+        request = self.requests[name] = Request(name, prompt, wanted, params)
+        self.waiting.append(request)
+        return request
+
+    def abort(self, name: str) -> None:
+        request = self.requests[name]
+        if request in self.running:
+            self.running.remove(request)
+        if request in self.waiting:
+            self.waiting.remove(request)
+        self.end(request, complete=False)
+
+    def end(self, request: Request, *, complete: bool) -> None:
+        request.over = True
+        held, request.said = self.half.finished(request, [request.blocks], complete=complete)
+        if held:
+            self.held[request.request_id] = request
+        elif not request.waits:
+            self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        self.give(request)
+        del self.requests[request.request_id]
+
+    # -- a step
+
+    def step(self) -> None:
+        scheduled = self.schedule()
+        for request, (tokens, new) in scheduled.items():
+            self.half.scheduled(request, tokens, new)
+        orders = self.half.orders()
+        self.worker.fence(orders)
+        chosen = [(self.requests[name], tokens) for name, (tokens, _) in scheduled.items()]
+        for request, tokens in chosen:
+            self.compute(request, tokens)
+        self.worker.carry_out(orders)
+        self.worker.keep(orders.keeps)
+        self.recalled += sum(len(each.hashes) for each in orders.recalls)
+        for request, _ in chosen:
+            if request.num_computed_tokens == len(request.tokens):
+                request.tokens.append(_numbers(request.tokens, self.weights)[-1] % 50)
+                request.hash()
+                if len(request.answered) == request.wanted:
+                    self.running.remove(request)
+                    self.end(request, complete=True)
+        self.report()
+
+    def schedule(self) -> dict[str, tuple[int, list[int]]]:
+        found: dict[str, tuple[int, list[int]]] = {}
+        budget, before = self.budget, self.preempted
+        for request in list(self.running):
+            tokens = min(len(request.tokens) - request.num_computed_tokens, budget)
+            if request not in self.running or not tokens:
+                continue
+            had = len(request.blocks)
+            while not self.take(request, request.num_computed_tokens + tokens):
+                victim = self.running.pop()
+                found.pop(victim.request_id, None)
+                self.preempt(victim)
+                if victim is request:
+                    break
+            if request in self.running:
+                found[request.request_id] = tokens, request.blocks[had:]
+                budget -= tokens
+        if self.preempted == before:
+            self.admit(found, budget)
+        return found
+
+    def preempt(self, request: Request) -> None:
+        self.preempted += 1
+        self.give(request)
+        request.num_computed_tokens = 0
+        self.waiting.insert(0, request)
+
+    def admit(self, found: dict[str, tuple[int, list[int]]], budget: int) -> None:
+        for request in list(self.waiting):
+            if request.waits:
+                continue
+            if request.empty is not None:
+                self.arrive(request)
+            more, fresh = 0, not request.num_computed_tokens
+            if fresh:
+                there = self.hits(request)
+                for _ in range(2):  # vLLM may ask again
+                    asked = self.half.matched(request, len(there) * SIZE)
+                if asked is None:
+                    continue
+                more = asked
+                for block in there:
+                    self.users[block] += 1
+                    self.free.pop(block, None)
+                request.blocks = there
+                request.num_computed_tokens = len(there) * SIZE + more
+                assert request.num_computed_tokens <= len(request.tokens)
+            tokens = 0 if more else min(len(request.tokens) - request.num_computed_tokens, budget)
+            if not (tokens or more) or not self.take(request, request.num_computed_tokens + tokens):
+                if fresh:
+                    self.give(request)
+                    request.num_computed_tokens = 0
+                return
+            self.half.allocated(request, [request.blocks], more)
+            if more:
+                request.waits = True
+                continue
+            self.waiting.remove(request)
+            self.running.append(request)
+            found[request.request_id] = tokens, []
+            budget -= tokens
+
+    def arrive(self, request: Request) -> None:
+        """A load is over: what it left empty is computed."""
+        empty, request.empty = request.empty, None
+        assert empty is not None
+        for at, block in enumerate(request.blocks):
+            if block in empty:
+                request.num_computed_tokens = min(request.num_computed_tokens, at * SIZE)
+        self.cache(request)
+        if not request.num_computed_tokens:
+            self.give(request)
+        request.num_computed_tokens = min(request.num_computed_tokens, len(request.tokens) - 1)
+
+    def compute(self, request: Request, tokens: int) -> None:
+        first, last = request.num_computed_tokens, request.num_computed_tokens + tokens
+        wanted = torch.tensor(_numbers(request.tokens[:last], self.weights), dtype=torch.float32)
+        ids = torch.tensor(request.blocks)
+        for tensor in self.tensors.values():
+            there = tensor[ids].transpose(1, 2).reshape(-1, 2 * 16)
+            assert (there[:first] == wanted[:first, None]).all(), f"{request.request_id} reads something else"
+            for at in range(first, last):
+                tensor[request.blocks[at // SIZE], :, at % SIZE] = wanted[at]
+        self.computed += tokens
+        request.num_computed_tokens = last
+        self.cache(request)
+
+    def report(self) -> None:
+        outcome, news = self.worker.outcome(), self.worker.news()
+        self.half.reported(outcome.loaded, [] if news is None else [news])
+        for name in outcome.loaded:
+            request = self.requests[name]  # it is there, or vLLM's engine ends
+            assert request.waits
+            request.waits = False
+            request.empty = {block for group in outcome.failed.get(name, ()) for block in group.ids}
+            if request.over:
+                self.forget(request)
+        for name in outcome.sent:
+            self.forget(self.held.pop(name))
+
+    # -- for tests
+
+    def settle(self, *others: Played) -> None:
+        """Step until nothing is left to do."""
+        pause = threading.Event()
+        sides = (self, *others)
+        while any(side.requests or side.half.pending for side in sides):
+            for side in sides:
+                side.step()
+            pause.wait(0.0005)  # as a step of a model would
+
+    def answer(self, prompt: list[int], wanted: int = 4) -> list[int]:
+        """One request, to its end."""
+        request = self.add(f"request {len(prompt)} {self.computed}", prompt, wanted)
+        self.settle()
+        return request.answered
+
+    def reset(self, *, connector: bool = True) -> bool:
+        """``reset_prefix_cache``."""
+        well = not any(self.users)
+        if well:
+            self.cached.clear()
+            self.names.clear()
+        return (self.half.reset() is not False and well) if connector else well
+
+    def flood(self) -> None:
+        """Let others have all blocks."""
+        self.answer([self.computed % 49, *range(SIZE * len(self.free) - 2)], 1)

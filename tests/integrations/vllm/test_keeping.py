@@ -1,0 +1,145 @@
+"""The host tier's side of the scheduler alone, with two ranks; with one it is played in ``test_tier.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from aiokv.integrations.vllm.keeping import Keeping
+from aiokv.integrations.vllm.news import Emptied, Gone, Kept, Missed, News
+from aiokv.integrations.vllm.orders import Blocks, Keep, Orders, Recall
+
+SIZE = 4
+
+
+@dataclass
+class Request:
+    request_id: str = "r"
+    num_computed_tokens: int = 0
+    all_token_ids: list[int] = field(default_factory=lambda: list(range(14)))
+    block_hashes: list[bytes] = field(default_factory=lambda: [b"a", b"b", b"c"])
+    lora_request: None = None
+
+
+@pytest.fixture
+def tier() -> Keeping:
+    return Keeping(SIZE, 2)
+
+
+def step(tier: Keeping, request: Request, blocks: list[int], tokens: int) -> Orders:
+    """A step in which a request that was given blocks computes tokens."""
+    orders = Orders()
+    tier.begun(request, blocks)
+    tier.scheduled(request.request_id, tokens, [], orders)
+    request.num_computed_tokens += tokens
+    return orders
+
+
+def kept(tier: Keeping, number: int, count: int, ranks: tuple[int, ...] = (0, 1)) -> None:
+    for rank in ranks:
+        tier.told(News(rank, (Kept(number, count),)))
+
+
+def test_what_a_step_fills_is_kept(tier: Keeping) -> None:
+    request, orders = Request(), Orders()
+    tier.begun(request, [5])
+    tier.scheduled("r", 3, [], orders)
+    assert not orders.keeps
+    request.num_computed_tokens = 3
+    tier.scheduled("r", 6, [6, 7], orders)
+    assert orders.keeps == [Keep(1, (b"a", b"b"), (5, 6), None)]
+    request.num_computed_tokens = 9
+    orders = Orders()
+    tier.scheduled("r", 5, [8], orders)
+    assert orders.keeps == [Keep(2, (b"c",), (7,), b"b")]
+
+
+def test_it_is_found_once_all_ranks_have_it(tier: Keeping) -> None:
+    step(tier, Request(), [5, 6, 7, 8], 14)
+    other = Request("other")
+    kept(tier, 1, 3, (0,))
+    assert tier.pending
+    assert tier.found(other, 0) == 0
+    kept(tier, 1, 2, (1,))
+    assert not tier.pending
+    assert tier.found(other, 0) == 2 * SIZE
+    assert tier.found(other, SIZE) == SIZE
+    assert tier.found(other, 2 * SIZE) == 0
+    assert tier.found(other, 3) == 0  # vLLM's hits end with a block
+
+
+def test_what_is_there_or_on_its_way_is_not_kept_again(tier: Keeping) -> None:
+    step(tier, Request(), [5, 6, 7, 8], 2 * SIZE)
+    assert step(tier, Request("other"), [15, 16, 17, 18], 14).keeps == [Keep(2, (b"c",), (17,), b"b")]
+    kept(tier, 1, 1)  # b had no room
+    kept(tier, 2, 1)
+    assert step(tier, Request("third"), [25, 26, 27, 28], 14).keeps == [Keep(3, (b"b",), (26,), b"a")]
+
+
+def test_a_recall(tier: Keeping) -> None:
+    step(tier, Request(), [5, 6, 7, 8], 14)
+    kept(tier, 1, 3)
+    one, two = Request("one"), Request("two")
+    assert tier.recall(one, [9, 10, 11, 12], SIZE, 3 * SIZE) == Recall(
+        "one", (b"b", b"c"), Blocks(4, (10, 11))
+    )
+    assert tier.recalled("one") == 2 * SIZE
+    assert tier.found(two, 0) is None  # it will be in vLLM's cache
+    tier.loaded("one")
+    assert tier.found(two, 0) == 3 * SIZE
+    assert tier.recall(two, [1, 2], 0, 2 * SIZE) == Recall("two", (b"a", b"b"), Blocks(0, (1, 2)))
+    assert tier.recall(Request("three"), [1], 3 * SIZE, 3 * SIZE) is None
+
+
+def test_who_missed_something_computes(tier: Keeping) -> None:
+    step(tier, Request(), [5, 6, 7, 8], 14)
+    kept(tier, 1, 3)
+    one = Request("one")
+    tier.recall(one, [9, 10, 11], 0, 3 * SIZE)
+    tier.begun(one, [9, 10, 11])
+    tier.told(News(1, (Missed("one"), Gone((b"b", b"c")))))
+    tier.loaded("one")
+    assert tier.found(one, 0) == 0
+    assert tier.found(Request("two"), 0) == SIZE
+    tier.finished("one")
+    assert tier.found(one, 0) == SIZE  # another request of this name
+    tier.told(News(1, (Missed("nobody"),)))
+    assert not tier._missed
+
+
+def test_blocks_that_are_read_are_fenced(tier: Keeping) -> None:
+    step(tier, Request(), [5, 6, 7, 8], 14)
+    orders = step(tier, Request("other", block_hashes=[]), [1, 7, 2], 5)
+    assert orders.fences == {1}
+    kept(tier, 1, 3, (0,))
+    reader = Request("reader", num_computed_tokens=8, block_hashes=[b"a", b"b"])
+    assert step(tier, reader, [5, 6, 2], 1).fences == set()  # it only reads them
+    kept(tier, 1, 3, (1,))
+    assert step(tier, Request("third", block_hashes=[]), [5, 6, 7], 12).fences == set()
+
+
+def test_a_reset(tier: Keeping) -> None:
+    step(tier, Request(), [5, 6, 7, 8], 2 * SIZE)
+    kept(tier, 1, 2)
+    step(tier, Request("late"), [5, 6, 7, 8], 14)
+    assert tier.reset() == (1, True)
+    assert tier.found(Request("one"), 0) == 0
+    kept(tier, 2, 1)  # of before
+    assert tier.found(Request("one", block_hashes=[b"c"]), 0) == 0
+    assert [keep.number for keep in step(tier, Request("new"), [5, 6, 7, 8], 14).keeps] == [3]
+    for rank in range(2):
+        tier.told(News(rank, (Emptied(1), Kept(3, 3))))
+    assert tier.found(Request("one"), 0) == 3 * SIZE
+    tier.recall(Request("one"), [1, 2, 3], 0, 3 * SIZE)
+    assert tier.reset() == (2, False)
+
+
+def test_a_worker_that_lost_count(tier: Keeping) -> None:
+    step(tier, Request(), [5, 6, 7, 8], 14)
+    kept(tier, 1, 3)
+    tier.told(News(0, (Gone(None),)))
+    assert tier.found(Request("one"), 0) == 0
+    assert step(tier, Request("two"), [5, 6, 7, 8], 14).keeps  # offered again
+    kept(tier, 1, 3)  # said twice
+    assert tier.take_changes() == []

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Recall, Send, Ticket
+from aiokv.integrations.vllm.reports import Ended, Reports
+
+RECALL = Recall("r", (b"a",), Blocks(0, (4,)))
+LOAD = Load("r", Ticket("t"), ("there",), (Blocks(32, (5, 6)),), 32, 96)
+
+
+def test_a_request_is_told_once_all_of_it_is_over() -> None:
+    """What failed first is told when its siblings write nothing any more (vllm#56104)."""
+    reports = Reports()
+    reports.expect(Orders(loads=[LOAD], recalls=[RECALL]))
+    reports.add(Ended(RECALL, (RECALL.blocks,)))
+    outcome = reports.take()
+    assert (outcome.loaded, outcome.failed, outcome.missed) == (set(), {}, 1)
+    reports.add(Ended(LOAD, LOAD.blocks))
+    outcome = reports.take()
+    assert outcome.loaded == {"r"}
+    assert outcome.failed == {"r": (RECALL.blocks, *LOAD.blocks)}
+    assert (outcome.unloaded, outcome.missed) == (1, 0)
+    assert not reports.take().loaded
+
+
+def test_what_was_moved_is_counted() -> None:
+    reports = Reports()
+    reports.expect(Orders(loads=[LOAD], recalls=[RECALL]))
+    reports.add(Ended(LOAD, (), 1.0, 10))
+    reports.add(Ended(RECALL, (), 0.5, 20))
+    send = Send("s", Ticket("t"), (Blocks(0, (7,)),), 32)
+    reports.add(Ended(send, ()))
+    reports.add(Ended(Send("u", Ticket("t"), send.blocks, 32), send.blocks))
+    outcome = reports.take()
+    assert (outcome.loads, outcome.recalls) == ([(1.0, 10)], [(0.5, 20)])
+    assert (outcome.sent, outcome.unsent, outcome.failed) == ({"s", "u"}, 1, {})
