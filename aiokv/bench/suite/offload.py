@@ -118,13 +118,19 @@ async def _release(report: Report, count: int) -> None:
     report.ratio("offload.release_lag_us", [quantile(part, 0.99) * 1e6 for part in parts])
 
 
-async def _copies(report: Report, rounds: int) -> None:
-    """Real copies within the host's memory: put and get beside plain ones of as many bytes."""
+async def _copies(report: Report, rounds: int, share: float) -> None:
+    """Real copies within the host's memory: put and get beside plain ones of as many bytes.
+
+    Args:
+        report: Is told.
+        rounds: How often.
+        share: Of the blocks that get a checksum.
+    """
     layout, count = layout_of(2 * _PREFIX, layers=8), _PREFIX
     size = sum(group.block_bytes * len(group.layers) for group in layout.groups) * count
     there, back, plain = [], [], []
     source, target = bytearray(size), bytearray(size)
-    async with opened(layout, None, count) as tier:
+    async with opened(layout, None, count, checksums=share) as tier:
         for _ in range(rounds + 1):
             await tier.reset()
             began = time.perf_counter()
@@ -140,6 +146,7 @@ async def _copies(report: Report, rounds: int) -> None:
         "within the host's memory, GB/s",
         {
             "MiB": size >> 20,
+            "checksums %": share * 100,
             "put": Spread.of(there[1:]),
             "get": Spread.of(back[1:]),
             "plain copy": Spread.of(plain[1:]),
@@ -153,4 +160,5 @@ def run(report: Report, options: Options) -> None:
     _policies(report, options)
     uvloop.run(_convoy(report, 5 if options.quick else 15))
     uvloop.run(_release(report, 400 if options.quick else 2000))
-    uvloop.run(_copies(report, 3 if options.quick else 7))
+    for share in (0.0, 0.01, 1.0):
+        uvloop.run(_copies(report, 3 if options.quick else 7, share))
