@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Blocks", "Keep", "Load", "Orders", "Recall", "Release", "Send", "Ticket", "listed"]
+__all__ = ["Blocks", "Keep", "Load", "Orders", "Recall", "Refusal", "Release", "Send", "Ticket", "listed"]
 
 #: The block that vLLM lists where a group needs none any more: those before a sliding window.
 _NULL = 0
@@ -67,12 +67,14 @@ class Send:
         ticket: Names the transfer.
         blocks: A list for each KV cache group.
         tokens: Tokens that are there.
+        to: Addresses of those who are to have it; empty: whoever asks.
     """
 
     request: str
     ticket: Ticket
     blocks: tuple[Blocks, ...]
     tokens: int
+    to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,11 @@ class Load:
     Attributes:
         request: vLLM's name of the request, for the report.
         ticket: Names the transfer.
-        sources: Addresses of the prefill side's ranks.
+        sources: Addresses of the prefill side's ranks; empty: they name this side.
         blocks: A list for each KV cache group.
         first: First token that is neither here yet, nor recalled from the host tier.
         tokens: Tokens that are to be here in the end.
+        parts: How many name this side, where there are no sources.
     """
 
     request: str
@@ -94,6 +97,7 @@ class Load:
     blocks: tuple[Blocks, ...]
     first: int
     tokens: int
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +106,26 @@ class Release:
 
     Attributes:
         ticket: Names the transfer.
-        sources: Addresses of the prefill side's ranks.
+        sources: Addresses of the prefill side's ranks; empty: they name this side.
+        parts: How many do, in that case.
     """
 
     ticket: Ticket
     sources: tuple[str, ...]
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Tell whoever asks for this, or waits for it, that it will never be offered.
+
+    Attributes:
+        ticket: Names the transfer.
+        to: Addresses of those who were to have it; empty: whoever asks.
+    """
+
+    ticket: Ticket
+    to: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +174,7 @@ class Orders:
         sends: What to offer.
         loads: What to fetch.
         releases: Whom to tell that nothing will be fetched.
-        refusals: Transfers for which nothing will ever be offered: whoever asks is told so.
+        refusals: What will never be offered.
         aborts: Requests, by vLLM's names, whose loads nobody waits for any more.
     """
 
@@ -166,7 +185,7 @@ class Orders:
     sends: list[Send] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
-    refusals: list[Ticket] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
 
     def waited_for(self) -> list[str]:

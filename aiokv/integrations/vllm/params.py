@@ -2,8 +2,8 @@
 
 Two shapes are understood. In NIXL's the prefill side answers with everything that the decode side needs, and
 the router carries it over. In Mooncake's the router mints a ``transfer_id``, tells it to both sides at once,
-and names the prefill side's address to the decode side. Never are vLLM's request ids used as ids of
-transfers: each engine makes its own (vllm#42839).
+and names the prefill side's address to the decode side; or the decode side's to the prefill side, which
+pushes. Never are vLLM's request ids used as ids of transfers: each engine makes its own (vllm#42839).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from aiokv.engine.arguments import checked_addresses, checked_id, seconds, whole
 from aiokv.integrations.vllm.orders import Ticket
 
-__all__ = ["Pull", "answer", "minted", "pull_of"]
+__all__ = ["Pull", "answer", "minted", "pull_of", "readers"]
 
 Params = Mapping[str, object]
 
@@ -27,13 +27,15 @@ class Pull:
 
     Attributes:
         ticket: Names the transfer.
-        sources: Addresses of the prefill side's ranks.
+        sources: Addresses of the prefill side's ranks; empty: they name this side.
         tokens: Tokens that are offered; None: as many as the prompt has.
+        parts: How many of them name this side, where there are no sources.
     """
 
     ticket: Ticket
     sources: tuple[str, ...]
     tokens: int | None
+    parts: int = 1
 
 
 def answer(ticket: Ticket, sources: Sequence[str], tokens: int, engine: str) -> dict[str, object]:
@@ -81,7 +83,23 @@ def pull_of(params: Params) -> Pull | None:
         raise ValueError("kv_transfer_params has no transfer_id")
     tokens = params.get("remote_tokens")
     found = None if tokens is None else whole(tokens, "remote_tokens")  # type: ignore[arg-type]
+    if params.get("push"):
+        return Pull(ticket, (), found, _ranks(params))
     return Pull(ticket, tuple(_sources(params)), found)
+
+
+def readers(params: Params) -> tuple[str, ...]:
+    """Whom the prefill side pushes to; empty where it is to be asked.
+
+    Raises:
+        TypeError, ValueError: ``remote_addresses`` can't be meant.
+    """
+    if not params.get("push"):
+        return ()
+    found = checked_addresses(params.get("remote_addresses"), "remote_addresses")  # type: ignore[arg-type]
+    if not found:
+        raise ValueError("remote_addresses names nobody to push to")
+    return tuple(found)
 
 
 def _sources(params: Params) -> list[str]:
@@ -103,5 +121,8 @@ def _sources(params: Params) -> list[str]:
             "remote_port, nor remote_bootstrap_addr"
         )
     # The ranks of an instance take ports in a row, see settings.py.
-    ranks = whole(params.get("tp_size", 1), "tp_size", 1)  # type: ignore[arg-type]
-    return [f"tcp://{host}:{whole(port, 'remote_port', 1) + rank}" for rank in range(ranks)]
+    return [f"tcp://{host}:{whole(port, 'remote_port', 1) + rank}" for rank in range(_ranks(params))]
+
+
+def _ranks(params: Params) -> int:
+    return whole(params.get("tp_size", 1), "tp_size", 1)  # type: ignore[arg-type]

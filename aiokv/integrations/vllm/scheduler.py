@@ -12,8 +12,8 @@ from typing import Protocol
 
 from aiokv.integrations.vllm import keeping
 from aiokv.integrations.vllm.news import News
-from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, Send, Ticket, listed
-from aiokv.integrations.vllm.params import Params, Pull, answer, minted, pull_of
+from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Refusal, Release, Send, Ticket, listed
+from aiokv.integrations.vllm.params import Params, Pull, answer, minted, pull_of, readers
 
 __all__ = ["Request", "SchedulerHalf"]
 
@@ -101,10 +101,10 @@ class SchedulerHalf:
         self._pulls.pop(name, None)
         if end <= first:
             # All of it is here already, or in the host tier: the other side may let go (vllm#56640).
-            self._orders.releases.append(Release(pull.ticket, pull.sources))
+            self._orders.releases.append(Release(pull.ticket, pull.sources, pull.parts))
             return
         held = self._listed(blocks, first, end)
-        self._orders.loads.append(Load(name, pull.ticket, pull.sources, held, first, end))
+        self._orders.loads.append(Load(name, pull.ticket, pull.sources, held, first, end, pull.parts))
 
     # -- a request goes
 
@@ -134,7 +134,7 @@ class SchedulerHalf:
             self._orders.aborts.append(name)
         elif pull is not None:
             # It was given up in the queue: the other side need not hold its blocks for us (vllm#29906).
-            self._orders.releases.append(Release(pull.ticket, pull.sources))
+            self._orders.releases.append(Release(pull.ticket, pull.sources, pull.parts))
         if not params.get("do_remote_decode"):
             return False, None
         return self._leave(request, blocks, params, complete=complete)
@@ -143,7 +143,7 @@ class SchedulerHalf:
         self, request: Request, blocks: BlockIds, params: Params, *, complete: bool
     ) -> tuple[bool, dict[str, object] | None]:
         try:
-            ticket = minted(params)
+            ticket, to = minted(params), readers(params)
         except (TypeError, ValueError) as error:
             _log.warning("request %s leaves nothing for others: %s", request.request_id, error)
             return False, None
@@ -151,10 +151,10 @@ class SchedulerHalf:
         held = self._listed(blocks, 0, tokens)
         if not complete or tokens < request.num_prompt_tokens or not any(group.ids for group in held):
             if ticket is not None:
-                self._orders.refusals.append(ticket)
+                self._orders.refusals.append(Refusal(ticket, to))
             return False, None
         ticket = ticket or Ticket(self._mint())
-        self._orders.sends.append(Send(request.request_id, ticket, held, tokens))
+        self._orders.sends.append(Send(request.request_id, ticket, held, tokens, to))
         return True, answer(ticket, self.addresses, tokens, self._engine)
 
     # -- each step

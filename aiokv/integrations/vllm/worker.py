@@ -24,7 +24,7 @@ from aiokv.engine.arguments import Window
 from aiokv.engine.engine import TransferEngine
 from aiokv.errors import AiokvError
 from aiokv.integrations.vllm.news import Kept, Missed, News
-from aiokv.integrations.vllm.orders import Blocks, Keep, Load, Orders, Recall, Release, Send, Ticket
+from aiokv.integrations.vllm.orders import Blocks, Keep, Load, Orders, Recall, Refusal, Release, Send, Ticket
 from aiokv.integrations.vllm.reports import Ended, Outcome, Reports, blocks_of
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.tiering import Tiering
@@ -35,6 +35,9 @@ from aiokv.router import Instance
 __all__ = ["WorkerHalf"]
 
 _log = logging.getLogger("aiokv")
+
+#: Seconds after which whoever waits for a push hears that it doesn't come.
+_TO_REFUSE = 1.0
 
 
 #: How many bytes an order moved, and which blocks hold nothing.
@@ -204,8 +207,8 @@ class WorkerHalf:
             self._spawn(self._until_over(load, self._load(load, stream)))
         for release in orders.releases:
             self._spawn(self._release(release))
-        for ticket in orders.refusals:
-            self._spawn(self._refuse(ticket))
+        for refusal in orders.refusals:
+            self._spawn(self._refuse(refusal))
 
     def _keep(self, keeps: Sequence[Keep], stream: object | None) -> None:
         assert self._tiering is not None  # noqa: S101 (asked for before)
@@ -242,7 +245,8 @@ class WorkerHalf:
             send.ticket.transfer,
             _windows(send.blocks),
             tokens=-(-send.tokens // self._unit) * self._unit,
-            readers=self._readers,
+            readers=None if send.to else self._readers,
+            to=send.to,
             attempt=send.ticket.attempt,
             deadline=_lasts(send.ticket, self._settings.hold),
         )
@@ -270,7 +274,8 @@ class WorkerHalf:
         fetch = self._engine.fetch(
             load.ticket.transfer,
             _windows(load.blocks),
-            sources=load.sources,
+            sources=load.sources or None,
+            parts=None if load.sources else load.parts,
             first_token=load.first // self._unit * self._unit,
             tokens=-(-load.tokens // self._unit) * self._unit,
             attempt=load.ticket.attempt,
@@ -289,7 +294,8 @@ class WorkerHalf:
             fetch = self._engine.fetch(
                 release.ticket.transfer,
                 nothing,
-                sources=release.sources,
+                sources=release.sources or None,
+                parts=None if release.sources else release.parts,
                 tokens=0,
                 attempt=release.ticket.attempt,
                 deadline=self._settings.load_timeout,
@@ -303,15 +309,22 @@ class WorkerHalf:
                 error,
             )
 
-    async def _refuse(self, ticket: Ticket) -> None:
+    async def _refuse(self, refusal: Refusal) -> None:
         """Offer something and take it back: who waits for it, or asks later, is told so."""
-        some = [Window(0, (0,)) for _ in self._cache.layout.groups]
+        some, ticket = [Window(0, (0,)) for _ in self._cache.layout.groups], refusal.ticket
         try:
             offer = self._engine.offer(
-                ticket.transfer, some, tokens=1, readers=self._readers, attempt=ticket.attempt
+                ticket.transfer,
+                some,
+                tokens=1,
+                readers=None if refusal.to else self._readers,
+                to=refusal.to,
+                attempt=ticket.attempt,
+                deadline=_TO_REFUSE if refusal.to else self._settings.hold,
             )
             offer.start()
-            offer.cancel("the request was aborted before its KV was there")
+            if not refusal.to:  # whoever it is to be pushed to hears of it once there is contact
+                offer.cancel("the request was aborted before its KV was there")
             await offer.wait()
         except AiokvError as error:
             _log.debug("transfer %s: %s", ticket.transfer, error)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from aiokv.integrations.vllm.orders import Ticket
-from aiokv.integrations.vllm.params import Pull, answer, minted, pull_of
+from aiokv.integrations.vllm.params import Pull, answer, minted, pull_of, readers
 
 
 def test_what_is_answered_is_understood() -> None:
@@ -25,6 +25,17 @@ def test_what_is_answered_is_understood() -> None:
 def test_a_router_names_the_prefill_side(where: dict[str, object], sources: tuple[str, ...]) -> None:
     said = {"do_remote_prefill": True, "transfer_id": "abc", **where}
     assert pull_of(said) == Pull(Ticket("abc"), sources, None)
+
+
+def test_the_prefill_side_names_the_decode_side() -> None:
+    said = {"transfer_id": "abc", "push": True}
+    assert pull_of({**said, "do_remote_prefill": True, "tp_size": 2}) == Pull(Ticket("abc"), (), None, 2)
+    here = {**said, "do_remote_decode": True, "remote_addresses": ["tcp://10.0.0.2:7000"]}
+    assert readers(here) == ("tcp://10.0.0.2:7000",)
+    assert readers({"do_remote_decode": True}) == ()
+    for wrong in (None, [], "tcp://10.0.0.2:7000"):
+        with pytest.raises((TypeError, ValueError), match="remote_addresses"):
+            readers({**here, "remote_addresses": wrong})
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,23 @@ def test_router_that_mints_ids(pair: tuple[Any, Any], alone: dict[str, list[list
     assert [right.over(name)["tokens"] for name in names] == alone["few"]
 
 
+def test_pushed(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
+    """The router tells the prefill side where to."""
+    left, right = pair
+    where = right.prefill([prompt(998, 10)])[0]
+    there = {"push": True, "remote_addresses": where["remote_addresses"]}
+    ids = [uuid.uuid4().hex for _ in PROMPTS["few"]]
+    names = [
+        right.add(one, params={"do_remote_prefill": True, "push": True, "transfer_id": each})
+        for one, each in zip(PROMPTS["few"], ids, strict=True)
+    ]
+    for one, each in zip(PROMPTS["few"], ids, strict=True):
+        left.add(one, 1, {"do_remote_decode": True, "transfer_id": each, **there})
+    assert [right.over(name)["tokens"] for name in names] == alone["few"]
+    # Its own, which was made for its address alone, is released.
+    assert left.answers([prompt(998, 10)], [where])
+
+
 def test_the_same_twice(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
     """A client, or a router, tries again: the second is computed where the KV can't be had."""
     left, right = pair

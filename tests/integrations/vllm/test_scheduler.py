@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aiokv.integrations.vllm.orders import Blocks, Load, Release, Send, Ticket, listed
+from aiokv.integrations.vllm.orders import Blocks, Load, Refusal, Release, Send, Ticket, listed
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 
 HERE, THERE = "tcp://10.0.0.1:7000", "tcp://10.0.0.2:7000"
@@ -114,7 +114,7 @@ def test_nothing_is_left_of_what_was_given_up(half: SchedulerHalf, complete: boo
     assert not half.orders()  # nobody was told of it
     request.kv_transfer_params = {"do_remote_decode": True, "transfer_id": "t"}
     assert half.finished(request, [[4, 5, 6, 7]], complete=complete) == (False, None)
-    assert half.orders().refusals == [Ticket("t")]  # somebody may wait for it
+    assert half.orders().refusals == [Refusal(Ticket("t"))]  # somebody may wait for it
 
 
 def test_parameters_that_mean_nothing(half: SchedulerHalf) -> None:

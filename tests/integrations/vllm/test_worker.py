@@ -207,6 +207,38 @@ def test_the_decode_side_comes_first(pair: tuple[Played, Played]) -> None:
     assert torch.equal(right.content(right.blocks["b"]), sent)
 
 
+@pytest.mark.parametrize("computed", [0, 64, 100])
+def test_pushed(pair: tuple[Played, Played], computed: int) -> None:
+    """The prefill side names the decode side, whichever comes first."""
+    left, right = pair
+    for first in (left, right):
+        name = f"{first is left}"
+        said = {"do_remote_prefill": True, "transfer_id": name, "push": True}
+        there = {"transfer_id": name, "push": True, "remote_addresses": [right.worker.address]}
+        if first is right:
+            right.load(Request(name, 100, said), computed)
+            right.step()
+        _, sent = prefilled(left, "a", 100, **there)
+        if first is left:
+            left.step()
+            right.load(Request(name, 100, said), computed)
+        until_quiet(left, right)
+        found = right.content(right.blocks[name])
+        assert torch.equal(found[:, computed // SIZE :], sent[:, computed // SIZE :]) or computed == 100
+        right.give_back(name)
+    assert not left.blocks
+
+
+def test_the_prefill_side_gives_up_what_it_was_to_push(pair: tuple[Played, Played]) -> None:
+    left, right = pair
+    right.load(Request("b", 100, {"do_remote_prefill": True, "transfer_id": "t", "push": True}))
+    right.step()
+    there = {"transfer_id": "t", "push": True, "remote_addresses": [right.worker.address]}
+    left.over(Request("a", 100, {"do_remote_decode": True, **there}), complete=False)
+    until_quiet(left, right)
+    assert right.loaded == {"b": set(right.blocks["b"])}
+
+
 def test_the_prefill_side_gives_up(pair: tuple[Played, Played], caplog: pytest.LogCaptureFixture) -> None:
     left, right = pair
     said = {"do_remote_prefill": True, "transfer_id": "t", "remote_addresses": [left.worker.address]}
