@@ -33,6 +33,7 @@ from aiokv.errors import (
 from aiokv.offload.hashes import block_hashes
 from aiokv.offload.lookup import Lookup
 from aiokv.offload.settings import TierSettings
+from aiokv.offload.sharing.owner import HostPool, PoolStatistics
 from aiokv.offload.statistics import Dropped, TierStatistics
 from aiokv.offload.tier import HostTier
 from aiokv.proto.layout import CacheLayout, GroupLayout
@@ -54,6 +55,7 @@ __all__ = [
     "Fetch",
     "GroupLayout",
     "Hit",
+    "HostPool",
     "HostTier",
     "InvalidBlocks",
     "KVCache",
@@ -64,6 +66,7 @@ __all__ = [
     "Miss",
     "Offer",
     "PeerLostError",
+    "PoolStatistics",
     "Progress",
     "ProtocolError",
     "RankGroup",

@@ -15,11 +15,11 @@ from aiokv.device.base import Event, Stream
 from aiokv.device.cache import KVCache
 from aiokv.device.poller import CompletionPoller
 from aiokv.device.submission import Submission, Submissions
-from aiokv.engine.leases import BlockLeases
+from aiokv.engine.leases import BlockLeases, Lease
 from aiokv.errors import AiokvError, ClosedError, DeviceError
 from aiokv.offload.batch import Batch, Part
-from aiokv.offload.pool import Pool
 from aiokv.offload.rates import Rate
+from aiokv.offload.segments import Segments
 from aiokv.proto.plan import GroupBlocks, Side
 
 __all__ = ["RATE", "Copies"]
@@ -54,7 +54,7 @@ class Copies:
     def __init__(
         self,
         cache: KVCache,
-        pool: Pool,
+        pool: Segments,
         leases: BlockLeases,
         poller: CompletionPoller,
         submissions: Submissions,
@@ -93,6 +93,15 @@ class Copies:
         return _START_S + (blocks * self._pool.place_bytes + self.waiting_bytes[False]) / rate
 
     # -- beginning
+
+    def held(self, blocks: tuple[GroupBlocks, ...]) -> Lease:
+        """Have blocks to be read only, until that is given back.
+
+        Raises:
+            InvalidBlocks: One is out of range, or stands twice.
+            BusyError: One is being written.
+        """
+        return self._leases.take(blocks, write=False)
 
     def check(self, blocks: tuple[GroupBlocks, ...], *, store: bool) -> None:
         """Look whether blocks can be leased.

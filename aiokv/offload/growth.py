@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 
 from aiokv.errors import AiokvError
-from aiokv.offload.pool import Pool
+from aiokv.offload.segments import Segments
 
 __all__ = ["Growth"]
 
@@ -22,7 +22,7 @@ class Growth:
         more: Told how many places there are more.
     """
 
-    def __init__(self, pool: Pool, more: Callable[[int], None]) -> None:
+    def __init__(self, pool: Segments, more: Callable[[int], None]) -> None:
         self._pool = pool
         self._more = more
         #: Why the pool stays smaller than it was to be; None while it doesn't.

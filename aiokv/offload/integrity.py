@@ -8,7 +8,7 @@ from functools import partial
 
 from aiokv.offload.batch import Batch, Part
 from aiokv.offload.checksums import Checksums
-from aiokv.offload.manager import BlockTable
+from aiokv.offload.index import Index
 
 __all__ = ["Integrity"]
 
@@ -24,7 +24,7 @@ class Integrity:
         changed: Told of a load in which blocks had changed.
     """
 
-    def __init__(self, table: BlockTable, checksums: Checksums, changed: Callable[[Batch], None]) -> None:
+    def __init__(self, table: Index, checksums: Checksums, changed: Callable[[Batch], None]) -> None:
         self._table = table
         self._checksums = checksums
         self._on_changed = changed

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Literal, Self
@@ -13,13 +14,18 @@ from typing import Literal, Self
 from aiokv.device.cache import KVCache
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.leases import BlockLeases
-from aiokv.errors import ClosedError
+from aiokv.errors import ClosedError, PeerLostError
 from aiokv.offload.agreement import Jointly
 from aiokv.offload.calls import checked_share
 from aiokv.offload.growth import Growth
-from aiokv.offload.policies import Admission, Policy, policy_named
+from aiokv.offload.index import Index, OwnIndex
+from aiokv.offload.policies import Admission, Key, Policy, policy_named
 from aiokv.offload.pool import Pool
 from aiokv.offload.settings import TierSettings, size_of
+from aiokv.offload.sharing.door import checked_path
+from aiokv.offload.sharing.guest import Guest
+from aiokv.offload.sharing.index import SharedIndex
+from aiokv.offload.sharing.mapped import SharedPool
 from aiokv.offload.traffic import Traffic
 from aiokv.ranks import RankGroup
 
@@ -34,9 +40,10 @@ class Life:
     def __init__(
         self,
         cache: KVCache,
-        capacity: int | str,
-        policy: str | Policy = "lru",
+        capacity: int | str | None = None,
+        policy: str | Policy | None = None,
         *,
+        pool: str | os.PathLike[str] | None = None,
         admission: Admission | None = None,
         engine: TransferEngine | None = None,
         ranks: RankGroup | None = None,
@@ -56,11 +63,25 @@ class Life:
             raise ValueError(f"engine is the one of this cache, not {engine!r}")
         self.cache = cache
         self._settings = settings or TierSettings()
-        self._pool = Pool(
-            cache.layout, cache.device, size_of(capacity, "capacity"), self._settings.segment_bytes
-        )
+        if (capacity is None) == (pool is None):
+            raise ValueError("give the capacity of memory of its own, or the pool whose memory it shares")
+        if pool is not None and (policy is not None or admission is not None):
+            raise ValueError("what goes first, and what gets a place, is for the pool; give it to HostPool")
+        if pool is not None and not cache.layout.model:
+            raise ValueError(
+                "in a pool that others share, models are told apart by their fingerprint: give "
+                "CacheLayout(model=...)"
+            )
+        self._pool: Pool | SharedPool
+        if capacity is not None:
+            size = size_of(capacity, "capacity")
+            self._pool = Pool(cache.layout, cache.device, size, self._settings.segment_bytes)
+        else:
+            self._pool = SharedPool(cache.layout, cache.device)
+        #: Where the pool that it shares is; empty if it has memory of its own.
+        self._door = "" if pool is None else checked_path(pool)
         self.block_size = self._pool.tokens
-        self._policy = policy_named(policy)
+        self._policy = policy_named("lru" if policy is None else policy)
         self._admission = admission
         self._engine = engine
         #: Calls in which the ranks agree; None where there is one rank.
@@ -74,6 +95,8 @@ class Life:
         self._keeping = ExitStack()
         #: Makes the rest of the pool; None until entered.
         self._growth: Growth | None = None
+        #: To the owner of the pool that it shares; None if it has memory of its own, or isn't entered.
+        self._guest: Guest | None = None
         #: Closes everything; None until that was asked for.
         self._closing: asyncio.Future[None] | None = None
 
@@ -87,8 +110,12 @@ class Life:
         """Take the first of the memory; the rest follows while the tier is used.
 
         Raises:
-            CapacityError: The machine hasn't so much memory, or it can't be pinned.
+            CapacityError: The machine hasn't so much memory, or it can't be pinned; or the pool has no room
+                for a single block.
             ClosedError: It was entered before; its cache or engine is closed.
+            LayoutMismatch: The pool is used for blocks of another form.
+            PeerLostError: Nobody is at the pool's socket, or it doesn't answer.
+            Refused: The pool won't have this process, and says why.
         """
         if self._state != "new":
             raise ClosedError(f"a tier can be entered once; this one is {self._state}")
@@ -96,20 +123,29 @@ class Life:
         self._state = "closed"
         with ExitStack() as opening:
             opening.enter_context(self.cache.kept_open())
-            await self._pool.check()
+            if isinstance(self._pool, Pool):
+                await self._pool.check()
             traffic = Traffic(
                 self.cache,
                 self._pool,
                 leases,
-                self._policy,
-                self._admission,
+                self._index,
                 self._share,
                 self._settings,
                 self._clock,
             )
             opening.callback(traffic.close)
-            first = await self._pool.grow()
-            traffic.table.grow(first.places if first else 0)
+            try:
+                if self._guest is not None:
+                    await self._guest.attach()
+                first = await self._pool.grow()
+                if first is None:
+                    raise PeerLostError(f"the pool at {self._door} ended before it gave any memory")
+            except BaseException:
+                if self._guest is not None:
+                    self._guest.close(quiet=True)
+                raise
+            traffic.table.grow(first.places)
             self._keeping = opening.pop_all()
         self._traffic = traffic
         self._state = "open"
@@ -144,6 +180,8 @@ class Life:
 
     async def _close(self, traffic: Traffic) -> None:
         self._generation += 1
+        if isinstance(self._pool, SharedPool):
+            self._pool.end()
         if self._growth is not None:
             await self._growth.stop()
         batches = list(traffic.copies.batches)
@@ -153,6 +191,8 @@ class Life:
         await traffic.followers.drained(batches)
         traffic.events.close()
         self._state = "closed"
+        if self._guest is not None:
+            self._guest.close(quiet=not traffic.copies.batches)
         if traffic.copies.batches:
             _log.error("%r closes with copies in flight; their memory stays", self)
             traffic.stop()
@@ -173,6 +213,29 @@ class Life:
         if self._growth is not None:
             await self._growth.wait()
         self._opened()
+
+    def _index(
+        self, removed: Callable[[Sequence[Key], str], None], distrusted: Callable[[Exception], None]
+    ) -> Index:
+        """The index of this tier, or its part of that of the pool."""
+        if isinstance(self._pool, Pool):
+            return OwnIndex(self._policy, admission=self._admission, removed=removed, distrusted=distrusted)
+        self._guest = Guest(self._door, self._pool, self.cache.layout)
+        index = SharedIndex(self._guest, removed=removed)
+        self._guest.serve(index, reset=self._on_reset, lost=self._on_lost)
+        return index
+
+    def _on_reset(self) -> None:
+        """Another process dropped all blocks of the pool."""
+        self._generation += 1
+        if self._traffic is not None:
+            self._traffic.give_up()
+
+    def _on_lost(self, reason: str) -> None:
+        """The pool's owner is lost. What goes on ends as it would: the memory is there, and nobody else's."""
+        self._generation += 1
+        if self._state == "open":
+            _log.warning("the host pool at %s is lost, so nothing is found or kept: %s", self._door, reason)
 
     def _opened(self) -> Traffic:
         if self._traffic is None or self._state != "open":

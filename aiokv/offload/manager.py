@@ -94,6 +94,11 @@ class BlockTable:
         keys = self._keys
         return [keys[place] for place in places]
 
+    def writing(self, keys: Iterable[Key]) -> list[int]:
+        """Places of those of some blocks that are being written."""
+        pending = self._pending
+        return [place for place in map(self._places.get, keys) if place is not None and pending[place]]
+
     def ready(self, place: int) -> bool:
         """Whether what is in a place is written, and still what its key names."""
         return self._keys[place] is not None and not self._pending[place]
@@ -155,7 +160,7 @@ class BlockTable:
 
     # -- storing
 
-    def offer(self, keys: Sequence[Key], parent: Key | None = None) -> Offered:
+    def offer(self, keys: Sequence[Key], parent: Key | None = None, within: int | None = None) -> Offered:
         """Find places for those blocks of a prefix that aren't there, as far from the first as there is room.
 
         Every one in ``new`` is pending until ``finish``. What is offered, and what it continues, is not
@@ -164,6 +169,7 @@ class BlockTable:
         Args:
             keys: Each continues the one before.
             parent: What the first one continues.
+            within: Only places below this are of use; None: all are.
 
         Raises:
             ValueError: A key stands twice.
@@ -185,10 +191,11 @@ class BlockTable:
             if wanted > len(self._free):
                 found.evicted = self._evict(wanted - len(self._free))
             room = min(wanted, len(self._free))
+            taken = self._free.take(room) if within is None else self._free.take_below(room, within)
+            room = len(taken)
             found.kept = lacking[room] if room < len(lacking) else len(keys)
             found.refused = len(keys) - found.kept
             new = lacking[:room]
-            taken = self._free.take(room)
             for index, place in zip(new, taken, strict=True):
                 places[index] = place
             if there:

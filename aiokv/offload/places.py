@@ -80,6 +80,20 @@ class FreePlaces:
             count -= size
         return found
 
+    def take_below(self, count: int, limit: int) -> list[int]:
+        """Up to so many places below a limit. Looks at all runs, so not for every day."""
+        found: list[int] = []
+        for first in sorted(first for first in self._lengths if first < limit):
+            length = self._remove(first)
+            size = min(length, limit - first, count - len(found))
+            found.extend(range(first, first + size))
+            if length > size:
+                self._insert(first + size, length - size)
+            if len(found) == count:
+                break
+        self._free -= len(found)
+        return found
+
     def give(self, places: Sequence[int]) -> None:
         """Places are free again; none of them is free already."""
         for first, length in runs_of(places):

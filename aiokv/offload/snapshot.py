@@ -6,8 +6,8 @@ from aiokv.device.submission import Submissions
 from aiokv.engine.leases import BlockLeases
 from aiokv.offload.checksums import Checksums
 from aiokv.offload.copies import Copies
-from aiokv.offload.manager import BlockTable
-from aiokv.offload.pool import Pool
+from aiokv.offload.index import Index
+from aiokv.offload.segments import Segments
 from aiokv.offload.statistics import TierCounts, TierStatistics
 
 __all__ = ["snapshot"]
@@ -15,12 +15,12 @@ __all__ = ["snapshot"]
 
 def snapshot(
     counts: TierCounts,
-    table: BlockTable,
+    table: Index,
     copies: Copies,
     checksums: Checksums,
     submissions: Submissions,
     leases: BlockLeases,
-    pool: Pool,
+    pool: Segments,
 ) -> TierStatistics:
     """What a tier did so far, and what is going on."""
     size = pool.place_bytes
@@ -55,4 +55,5 @@ def snapshot(
         places_pinned=table.in_use,
         places_pending=table.pending,
         pool_bytes=pool.nbytes,
+        attached=not table.orphaned(()),
     )

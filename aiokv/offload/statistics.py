@@ -76,10 +76,11 @@ class TierStatistics:
         blocks_leased: Blocks of the cache that these hold, over all groups.
         places: Places of the pool, so far.
         places_wanted: Places that it is to have.
-        places_used: Places with a block in them, or being written.
-        places_pinned: Places that a lookup or a copy holds.
-        places_pending: Places that are being written.
+        places_used: Places with a block in them, or being written; of a pool that is shared, as last heard.
+        places_pinned: Places that a lookup or a copy of this tier holds.
+        places_pending: Places that this tier writes.
         pool_bytes: Bytes of memory that the pool has taken.
+        attached: False once the owner of a pool that is shared is lost: nothing is found then, or kept.
     """
 
     lookups: int
@@ -112,3 +113,4 @@ class TierStatistics:
     places_pinned: int
     places_pending: int
     pool_bytes: int
+    attached: bool

@@ -41,8 +41,12 @@ class HostTier(Life):
 
     Args:
         cache: The registered memory; it can't be closed while the tier is entered.
-        capacity: Host memory for blocks: bytes, or text such as ``"64GiB"``.
-        policy: ``"lru"``, ``"arc"``, or one of your own (``aiokv.offload.policies.Policy``).
+        capacity: Host memory for blocks: bytes, or text such as ``"64GiB"``; or None, with ``pool``.
+        policy: ``"lru"``, which is the default, ``"arc"``, or one of your own
+            (``aiokv.offload.policies.Policy``).
+        pool: Where a ``HostPool`` of this host is, whose memory and blocks are shared with others of the same
+            user; its capacity and policy are the pool's. Hashes are then bytes, str, int, or tuples of these.
+            Where the pool is lost nothing is found, or kept, and what goes on ends as it would.
         admission: Which new blocks are worth a place, such as ``SecondSight``; by default all.
         engine: An entered engine of the same cache: blocks that its transfers hold are then refused here, and
             blocks that are on their way here there.
@@ -62,6 +66,7 @@ class HostTier(Life):
         TypeError: An argument of the wrong kind.
         ValueError: One that can't be meant.
         CapacityError: The capacity has no room for a single block.
+        InvalidBlocks: The groups' block sizes have no common multiple that makes sense.
     """
 
     # -- looking up
@@ -78,11 +83,11 @@ class HostTier(Life):
     async def hold(self, hit: Lookup) -> None:
         """Find and hold what a lookup asks for; called by it."""
         if self._jointly is None:
-            self._find(hit)
+            await self._find(hit)
             return
         turn = self._jointly.turn("lookup", hit.hashes)
         try:
-            places = self._find(hit)
+            places = await self._find(hit)
         except BaseException as error:
             turn.fail(error)
             raise
@@ -96,11 +101,15 @@ class HostTier(Life):
         del places[agreed:]
         table.release(rest)
 
-    def _find(self, hit: Lookup) -> list[int]:
+    async def _find(self, hit: Lookup) -> list[int]:
         traffic = self._opened()
         hit.generation = self._generation
-        hit.places = traffic.lookup(hit.hashes)
-        return hit.places
+        places = await traffic.lookup(hit.hashes)
+        if self._state != "open":  # closed while somebody else was asked
+            traffic.table.release(places)
+        self._opened()
+        hit.places = places
+        return places
 
     def let_go(self, hit: Lookup) -> None:
         """A lookup is left; called by it."""
@@ -261,8 +270,7 @@ class HostTier(Life):
         wanted = checked_hashes(hashes)
 
         async def look() -> int:
-            table = self._opened().table
-            return next((at for at, key in enumerate(wanted) if key not in table), len(wanted))
+            return await self._opened().table.count(wanted)
 
         return look() if self._jointly is None else self._jointly.counted("exists", wanted, look)
 
@@ -279,11 +287,7 @@ class HostTier(Life):
         wanted = checked_hashes(hashes)
 
         async def drop() -> int:
-            table = self._opened().table
-            places = table.lookup([key for key in wanted if key in table])
-            gone = table.drop(places, "deleted")
-            table.release(places)
-            return len(gone)
+            return await self._opened().table.delete(wanted)
 
         return drop() if self._jointly is None else self._jointly.counted("delete", wanted, drop)
 
@@ -316,10 +320,12 @@ class HostTier(Life):
         traffic = self._opened()
         self._generation += 1
         batches = list(traffic.copies.batches)
-        blocks = traffic.table.reset()
         traffic.outdate()
-        for batch in batches:
-            traffic.copies.stop(batch)
+        try:
+            blocks = await traffic.table.clear()
+        finally:
+            for batch in batches:
+                traffic.copies.stop(batch)
         cancelled = await traffic.followers.drained(batches)
         if cancelled is not None:
             raise cancelled

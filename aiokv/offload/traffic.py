@@ -25,11 +25,12 @@ from aiokv.offload.checksums import Checksums
 from aiokv.offload.copies import RATE, Copies
 from aiokv.offload.events import BlocksRemoved, Events, stored
 from aiokv.offload.following import Followers
+from aiokv.offload.index import Index
 from aiokv.offload.integrity import Integrity
-from aiokv.offload.manager import BlockTable
-from aiokv.offload.policies import Admission, Key, Policy
-from aiokv.offload.pool import Pool
+from aiokv.offload.offered import Offered
+from aiokv.offload.policies import Key
 from aiokv.offload.progress import Progress, Run, runs_of
+from aiokv.offload.segments import Segments
 from aiokv.offload.settings import TierSettings
 from aiokv.offload.snapshot import snapshot
 from aiokv.offload.statistics import TierCounts, TierStatistics
@@ -47,8 +48,7 @@ class Traffic:
         cache: The cache.
         pool: The tier's memory.
         leases: Of the cache's blocks.
-        policy: What goes first.
-        admission: What is worth keeping; None: all.
+        index: Makes the index, which tells of keys that went, and why, and of policies that failed.
         share: Of the blocks that get a checksum.
         settings: Bounds.
         clock: The time (ns).
@@ -57,10 +57,9 @@ class Traffic:
     def __init__(
         self,
         cache: KVCache,
-        pool: Pool,
+        pool: Segments,
         leases: BlockLeases,
-        policy: Policy,
-        admission: Admission | None,
+        index: Callable[[Callable[[Sequence[Key], str], None], Callable[[Exception], None]], Index],
         share: float,
         settings: TierSettings,
         clock: Callable[[], int],
@@ -73,9 +72,7 @@ class Traffic:
         self._ratios = pool.ratios
         self.counts = TierCounts()
         self.events = Events(settings.events)
-        self.table = BlockTable(
-            policy, admission=admission, removed=self._on_removed, distrusted=self._on_distrusted
-        )
+        self.table = index(self._on_removed, self._on_distrusted)
         guard = getattr(cache.device, "quiet", None)
         self._poller = CompletionPoller(loop, clock=clock, guard=guard)
         self._submissions = Submissions(
@@ -128,9 +125,9 @@ class Traffic:
 
     # -- calls of the user
 
-    def lookup(self, keys: Sequence[Key]) -> list[int]:
+    async def lookup(self, keys: Sequence[Key]) -> list[int]:
         """Find and hold."""
-        found = self.table.lookup(keys)
+        found = await self.table.find(keys)
         self.counts.lookups += 1
         self.counts.hit_blocks += len(found)
         self.counts.miss_blocks += len(keys) - len(found)
@@ -229,8 +226,23 @@ class Traffic:
 
     def store(self, call: Stored, wanted: Wanted) -> Progress:
         """Begin to keep blocks, but for those that are kept, or on their way, already."""
-        self.copies.check(wanted.blocks, store=True)
-        offered = self.table.offer(call.hashes, call.parent)
+        # Another process may have to be asked. Until it is known which blocks are read none is written.
+        lease = self.copies.held(wanted.blocks)
+        progress = Progress.asking(lease.give_back)
+        try:
+            self.table.keep(call.hashes, call.parent, partial(self._begin_store, progress, call, wanted))
+        except BaseException:
+            lease.give_back()
+            raise
+        return self._followed(progress)
+
+    def _begin_store(self, progress: Progress, call: Stored, wanted: Wanted, offered: Offered) -> None:
+        """It is known which blocks lack, and where they are to be written."""
+        places = [place for _, place in offered.new]
+        if progress.left or progress.stale:
+            self.table.finish(places, ok=False)
+            progress.known((), ())
+            return
         self.counts.refused_blocks += offered.refused
         self.counts.joined_blocks += len(offered.pending)
         sources: list[tuple[Batch | None, int]] = [(None, index) for index in range(offered.kept)]
@@ -239,7 +251,6 @@ class Traffic:
         own: list[Batch] = []
         if offered.new:
             indices = [index for index, _ in offered.new]
-            places = [place for _, place in offered.new]
             try:
                 batch = self.copies.add(
                     places,
@@ -250,6 +261,7 @@ class Traffic:
                 )
             except BaseException:
                 self.table.finish(places, ok=False)
+                progress.known((), ())
                 raise
             batch.call, batch.indices = call, indices
             own.append(batch)
@@ -257,7 +269,7 @@ class Traffic:
                 sources[index] = self._storing[place] = (batch, at)
             for part in batch.parts:
                 self.copies.begin(batch, part)
-        return self._followed(Progress.of(runs_of(sources), own))
+        progress.known(runs_of(sources), own)
 
     def _picked(self, blocks: Sequence[GroupBlocks], indices: Sequence[int]) -> tuple[GroupBlocks, ...]:
         if len(indices) * self._ratios[0] == blocks[0].ids.size:
@@ -269,8 +281,14 @@ class Traffic:
 
     def outdate(self) -> None:
         """What callers wait for is worth nothing any more."""
-        for progress in self._progress:
-            progress.stale = True
+        for progress in list(self._progress):
+            progress.outdate()
+
+    def give_up(self) -> None:
+        """End what goes on: none of it is worth anything any more."""
+        self.outdate()
+        for batch in list(self.copies.batches):
+            self.copies.stop(batch)
 
     def _followed(self, progress: Progress) -> Progress:
         self._progress.add(progress)
@@ -299,6 +317,9 @@ class Traffic:
     def _stored(self, batch: Batch, part: Part, places: Sequence[int], *, across: bool) -> None:
         for place in places:
             del self._storing[place]
+        across = across and not self.table.orphaned(places)
+        if across:
+            self.table.pin(places)  # somebody else's index knows only what is in use
         self.table.finish(places, ok=across)
         if across:
             self.counts.stored_blocks += len(places)
@@ -309,6 +330,7 @@ class Traffic:
                 for event in stored(call.hashes, call.parent, call.block_size, call.tokens, indices):
                     self.events.tell(event)
             self._integrity.stored(there)
+            self.table.release(places)
         for waiting, load in list(self._blocked.items()):
             self._unblock(load, waiting)
 

@@ -32,7 +32,8 @@ GROUPS = CacheLayout(
                     dtype="float16"),
         GroupLayout(layers=(1,), blocks=2 * BLOCKS, block_size=4, heads=(0, 1), total_heads=1, head_size=16,
                     dtype="float16", axes="btd", kind="mla"),
-    )
+    ),
+    model=b"test",
 )  # fmt: skip
 SMALL = TierSettings(segment_bytes=16 * BLOCK, part_bytes=4 * BLOCK, chunk_bytes=2 * BLOCK, drain_s=5)
 
@@ -97,6 +98,7 @@ async def tier_on(
     layout: CacheLayout = LAYOUT,
     settings: TierSettings = SMALL,
     stepping: bool = True,
+    pool: str | None = None,
     **more: Any,  # noqa: ANN401
 ) -> AsyncIterator[Kit]:
     """An entered tier with room for so many blocks; on leaving nothing is held, and no hazard was met.
@@ -108,6 +110,7 @@ async def tier_on(
         layout: Of the cache.
         settings: Of the tier; parts and chunks are small by default.
         stepping: The mocked device steps by itself.
+        pool: Where a pool is that it shares; ``blocks`` means nothing then.
         more: For the tier.
     """
     device = MockedDevice(seed) if kind == "mocked" else None if isinstance(kind, str) else kind
@@ -115,9 +118,12 @@ async def tier_on(
     steps = None
     if isinstance(device, MockedDevice) and stepping:
         steps = device.autostep(asyncio.get_running_loop(), random.Random(seed), 20e-6)  # noqa: S311
-    size = HostTier(cache, 1 << 40)._pool.place_bytes
+    if pool is not None:
+        more["pool"] = pool
+    else:
+        more["capacity"] = blocks * HostTier(cache, 1 << 40)._pool.place_bytes
     try:
-        async with HostTier(cache, blocks * size, settings=settings, **more) as tier:
+        async with HostTier(cache, settings=settings, **more) as tier:
             await tier.grown()
             kit = Kit(cache, tier, steps)
             kit.fill()

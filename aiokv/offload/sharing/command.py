@@ -1,0 +1,67 @@
+"""``python -m aiokv pool``: a pool of host memory as a program."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+import uvloop
+
+from aiokv.errors import AiokvError
+from aiokv.offload.sharing.owner import HostPool
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a pool until SIGTERM or Ctrl-C; gives the exit status."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=logging.DEBUG if options.verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(message)s",
+    )
+    try:
+        uvloop.run(_run(options))
+    except (AiokvError, ValueError, OSError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0
+
+
+async def _run(options: argparse.Namespace) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    pool = HostPool(options.path, options.capacity, options.policy, segment_bytes=options.segment)
+    async with pool:
+        print(f"pool: {pool.path}", flush=True)
+        await stop.wait()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m aiokv pool",
+        description="Keeps host memory for KV blocks that the host tiers of several processes share "
+        "(HostTier(cache, pool=PATH)); each finds what the others stored. For processes of one user.",
+    )
+    option = parser.add_argument
+    option("path", metavar="PATH", help="of its socket, at most 107 bytes")
+    option("--capacity", required=True, metavar="SIZE", help="of memory, such as 64GiB")
+    option(
+        "--policy", default="lru", metavar="NAME", help="what goes first: lru or arc (default: %(default)s)"
+    )
+    option(
+        "--segment",
+        default="256MiB",
+        metavar="SIZE",
+        help="memory is made and pinned in pieces of about this size (default: %(default)s)",
+    )
+    option("--verbose", action="store_true", help="log more")
+    return parser

@@ -1,0 +1,111 @@
+"""Where the owner of a pool serves one process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from aiokv.device.host import HostBuffer
+from aiokv.errors import CapacityError, LayoutMismatch, Refused, RemoteProtocolError
+from aiokv.offload.sharing.line import Line
+from aiokv.offload.sharing.messages import Attach, Detach, FromOwner, Refusal, Room, Short, frame, from_guest
+from aiokv.offload.sharing.shares import Guest
+
+if TYPE_CHECKING:
+    from aiokv.offload.sharing.owner import HostPool
+
+__all__ = ["Desk", "say_once"]
+
+_log = logging.getLogger("aiokv")
+
+
+class Desk:
+    """Where one process is served, from when it connects until it holds nothing."""
+
+    def __init__(self, pool: HostPool, sock: socket.socket, watch: int) -> None:
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        #: A pidfd: can be read once the process is gone.
+        self._watch = watch
+        self._guest: Guest | None = None
+        self._line = Line(sock, self._received, self._lost)
+        self._loop.add_reader(watch, self._gone)
+
+    def say(self, message: FromOwner) -> None:
+        """Send a message, if there is anybody who hears it."""
+        self._line.send(frame(message))
+
+    def pass_on(self, room: Room, buffer: HostBuffer) -> None:
+        """Give it a segment."""
+        if self._guest is not None and buffer.fd is not None:
+            self._line.send(frame(room), (buffer.fd,))
+
+    def close(self) -> None:
+        """The pool is closed."""
+        self._line.close()
+        self._end()
+
+    def _end(self) -> None:
+        if self._watch >= 0:
+            self._loop.remove_reader(self._watch)
+            os.close(self._watch)
+            self._watch = -1
+        self._pool.left(self)
+
+    def _received(self, body: bytes) -> None:
+        message = from_guest(body)
+        if self._guest is None:
+            if not isinstance(message, Attach):
+                raise RemoteProtocolError("it says something else before it attaches")
+            self._attach(message)
+        elif isinstance(message, Detach):
+            self._line.close()
+            self._free()
+        else:
+            self._pool.shares.receive(self._guest, message)
+
+    def _attach(self, message: Attach) -> None:
+        try:
+            welcome = self._pool.settle(message)
+        except (CapacityError, Refused) as error:
+            kind = {LayoutMismatch: "layout", CapacityError: "capacity"}.get(type(error), "refused")
+            self.say(Refusal(kind, str(error)))
+            return
+        self._guest = self._pool.shares.attach(message.digest, self.say)
+        self.say(welcome)
+        for room, fd in self._pool.rooms():
+            self._line.send(frame(room), (fd,))
+        if self._pool.shortfall:
+            self.say(Short(self._pool.shortfall))
+
+    def _lost(self, reason: str) -> None:
+        """The connection ended. What the process holds stays its own until it is gone: it may copy on."""
+        if self._guest is None:
+            self._end()
+            return
+        self._pool.shares.lost(self._guest)
+        _log.info("the host pool at %s lost a tier: %s", self._pool.path, reason)
+
+    def _gone(self) -> None:
+        """The process is gone, and with it whatever it had in flight."""
+        self._line.drain()  # it may have said that it has written something, and that it is done
+        self._line.close()
+        self._free()
+
+    def _free(self) -> None:
+        guest, self._guest = self._guest, None
+        self._end()
+        if guest is not None:
+            self._pool.shares.gone(guest)
+
+
+def say_once(sock: socket.socket, message: FromOwner) -> None:
+    """Say the only thing that a connection hears, as far as it goes at once."""
+    with sock:
+        try:
+            sock.send(frame(message))
+        except OSError:
+            return

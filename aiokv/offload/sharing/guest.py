@@ -1,0 +1,211 @@
+"""The connection of a tier to the owner of the pool that it shares."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal
+
+from aiokv.errors import (
+    CapacityError,
+    LayoutMismatch,
+    LocalProtocolError,
+    PeerLostError,
+    Refused,
+    RemoteProtocolError,
+)
+from aiokv.offload.sharing.door import knock
+from aiokv.offload.sharing.form import digest_of
+from aiokv.offload.sharing.index import SharedIndex, Then
+from aiokv.offload.sharing.line import Line
+from aiokv.offload.sharing.mapped import SharedPool
+from aiokv.offload.sharing.messages import (
+    MOST_FRAME,
+    VERSION,
+    Attach,
+    Detach,
+    Done,
+    Found,
+    FromGuest,
+    Kept,
+    Mapped,
+    Refusal,
+    Removed,
+    Reset,
+    Room,
+    Short,
+    Welcome,
+    frame,
+    from_owner,
+)
+from aiokv.proto.layout import CacheLayout
+
+__all__ = ["Guest"]
+
+#: How long an owner may take to answer somebody who comes, in seconds.
+_PATIENCE_S = 10.0
+_REFUSALS: dict[str, type[Refused | CapacityError]] = {"layout": LayoutMismatch, "capacity": CapacityError}
+
+
+class Guest:
+    """Belongs to the loop's thread.
+
+    Args:
+        path: Where the owner is.
+        pool: The places that it gives.
+        layout: Of the cache.
+    """
+
+    def __init__(self, path: str, pool: SharedPool, layout: CacheLayout) -> None:
+        self._path = path
+        self._pool = pool
+        self._layout = layout
+        self._state: Literal["new", "attaching", "there", "lost", "closed"] = "new"
+        #: None until it is attached.
+        self._line: Line | None = None
+        #: Set once the owner has answered: with None, or why not. None unless it is asked.
+        self._welcome: asyncio.Future[None] | None = None
+        #: What is to get each answer.
+        self._asked: dict[int, Then] = {}
+        self._number = 0
+        #: See ``serve``.
+        self._index: SharedIndex | None = None
+        self._reset: Callable[[], None] | None = None
+        self._lost: Callable[[str], None] | None = None
+
+    def serve(self, index: SharedIndex, *, reset: Callable[[], None], lost: Callable[[str], None]) -> None:
+        """Whom to tell what the owner says.
+
+        Args:
+            index: What is held.
+            reset: Told that another process dropped all.
+            lost: Told why the owner is lost.
+        """
+        self._index, self._reset, self._lost = index, reset, lost
+
+    @property
+    def there(self) -> bool:
+        """Whether the owner can be asked."""
+        return self._state == "there"
+
+    async def attach(self) -> None:
+        """Connect, and agree on what a place is.
+
+        Raises:
+            CapacityError, LayoutMismatch, Refused: The owner says no.
+            PeerLostError: There is none.
+        """
+        self._welcome = asyncio.get_running_loop().create_future()
+        self._state = "attaching"
+        self._line = Line(knock(self._path), self._received, self._on_lost, descriptors=True)
+        self.tell(Attach(VERSION, digest_of(self._layout), self._pool.forms))
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self._welcome
+        except TimeoutError:
+            raise PeerLostError(f"the pool at {self._path} doesn't answer within {_PATIENCE_S} s") from None
+
+    def close(self, *, quiet: bool) -> None:
+        """Leave. May be called twice.
+
+        Args:
+            quiet: Nothing is in flight. Else the owner keeps what is held here until this process is gone.
+        """
+        if quiet:
+            self.tell(Detach())
+        self._state = "closed"
+        self._pool.end()
+        if self._line is not None:
+            self._line.close()
+        self._answer_all()
+
+    # -- asking
+
+    def ask(self, make: Callable[[int], FromGuest], then: Then) -> None:
+        """See ``Owner``.
+
+        Raises:
+            CapacityError: It is more than fits into a message.
+        """
+        if self._state != "there" or self._line is None:
+            then(None)
+            return
+        self._number += 1
+        data = frame(make(self._number))
+        if len(data) > MOST_FRAME:
+            raise CapacityError(
+                f"the hashes of one call take {len(data)} bytes, and {MOST_FRAME} can be sent"
+            )
+        self._asked[self._number] = then
+        self._line.send(data)
+
+    def tell(self, message: FromGuest) -> None:
+        """See ``Owner``."""
+        if self._state in ("attaching", "there") and self._line is not None:
+            self._line.send(frame(message))
+
+    def mapped(self, places: int) -> None:
+        """See ``Owner``."""
+        self.tell(Mapped(places))
+
+    # -- hearing
+
+    def _received(self, body: bytes) -> None:
+        message = from_owner(body)
+        if self._state == "attaching":
+            self._admitted(message)
+            return
+        if self._index is None or self._reset is None:
+            raise LocalProtocolError("nobody hears what the owner says")
+        match message:
+            case Found() | Kept() | Done():
+                then = self._asked.pop(message.id, None)
+                if then is None:
+                    raise RemoteProtocolError("an answer to nothing")
+                then(message)
+            case Removed():
+                self._index.removed(message)
+            case Reset():
+                self._index.reset()
+                self._reset()
+            case Room():
+                if self._line is None or not self._line.fds:
+                    raise RemoteProtocolError("a segment without a descriptor")
+                self._pool.come(message, self._line.fds.popleft())
+            case Short():
+                self._pool.short(message.reason)
+            case _:
+                raise RemoteProtocolError(f"a {type(message).__name__} at a wrong time")
+
+    def _admitted(self, message: object) -> None:
+        if self._welcome is None or self._welcome.done():
+            return
+        match message:
+            case Welcome():
+                try:
+                    self._pool.settle(message)
+                except LayoutMismatch as error:
+                    self._welcome.set_exception(error)
+                    return
+                self._state = "there"
+                self._welcome.set_result(None)
+            case Refusal():
+                kind = _REFUSALS.get(message.kind, Refused)
+                self._welcome.set_exception(kind(f"the pool at {self._path}: {message.reason}"))
+            case _:
+                raise RemoteProtocolError(f"a {type(message).__name__} in place of a welcome")
+
+    def _on_lost(self, reason: str) -> None:
+        was, self._state = self._state, "lost"
+        self._pool.end()
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_exception(PeerLostError(f"the pool at {self._path} is lost: {reason}"))
+        if was == "there" and self._index is not None and self._lost is not None:
+            self._index.lost()
+            self._lost(reason)
+        self._answer_all()
+
+    def _answer_all(self) -> None:
+        asked, self._asked = self._asked, {}
+        for then in asked.values():
+            then(None)

@@ -1,0 +1,362 @@
+"""The index of a tier that shares a pool: what it holds there is known here, all else is the owner's to say.
+
+Whatever is asked is answered in the order in which it was asked. So what the owner had not heard yet when it
+answered is exactly what has not been answered itself: places that were found bad are remembered until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+from aiokv.errors import AiokvError, LocalProtocolError
+from aiokv.offload.offered import Offered
+from aiokv.offload.places import Places
+from aiokv.offload.policies import Key
+from aiokv.offload.sharing.keys import decoded, encoded
+from aiokv.offload.sharing.messages import (
+    Clear,
+    Count,
+    Delete,
+    Done,
+    Find,
+    Found,
+    FromGuest,
+    FromOwner,
+    Keep,
+    Kept,
+    Release,
+    Removed,
+    Spoilt,
+    Written,
+)
+
+__all__ = ["Owner", "SharedIndex"]
+
+_log = logging.getLogger("aiokv")
+
+Then = Callable[[FromOwner | None], None]
+
+
+class Owner(Protocol):
+    """The connection to who keeps the index."""
+
+    def ask(self, make: Callable[[int], FromGuest], then: Then) -> None:
+        """Send what ``make`` makes of an id; ``then`` gets the answer, or None if there won't be any."""
+
+    def tell(self, message: FromGuest) -> None:
+        """Send what isn't answered."""
+
+    def mapped(self, places: int) -> None:
+        """So many places can be used here."""
+
+    @property
+    def there(self) -> bool:
+        """Whether there is a connection."""
+
+
+class _Held:
+    """A place in use here."""
+
+    __slots__ = ("count", "given", "key", "pending")
+
+    def __init__(self, key: Key | None, *, pending: bool) -> None:
+        #: What is in it; None where it was dropped.
+        self.key = key
+        #: How many use it here, and how often the owner gave it.
+        self.count = 1
+        self.given = 1
+        self.pending = pending
+
+
+class SharedIndex:
+    """See ``Index``. Belongs to the loop's thread.
+
+    Args:
+        owner: Whom to ask.
+        removed: Told the keys of blocks that went, and why.
+    """
+
+    def __init__(self, owner: Owner, *, removed: Callable[[Sequence[Key], str], None]) -> None:
+        self._owner = owner
+        self._on_removed = removed
+        self._held: dict[int, _Held] = {}
+        #: Places that were found bad, and how many messages say so that the owner may not have taken yet.
+        self._bad: dict[int, int] = {}
+        self.pending = 0
+        self.detached = 0
+        self.capacity = 0
+        #: Of the pool, as of the last answer.
+        self.free = 0
+
+    # -- what there is
+
+    @property
+    def in_use(self) -> int:
+        """See ``Index``."""
+        return len(self._held)
+
+    def key_at(self, place: int) -> Key | None:
+        """See ``BlockTable``."""
+        held = self._held.get(place)
+        return None if held is None else held.key
+
+    def keys_at(self, places: Sequence[int]) -> list[Key | None]:
+        """See ``BlockTable``."""
+        return [self.key_at(place) for place in places]
+
+    def ready(self, place: int) -> bool:
+        """See ``BlockTable``."""
+        held = self._held.get(place)
+        return held is not None and held.key is not None and not held.pending
+
+    def orphaned(self, places: Sequence[int]) -> bool:
+        """See ``Index``."""
+        return not self._owner.there
+
+    def grow(self, count: int) -> None:
+        """See ``Index``."""
+        self.capacity += count
+        self._owner.mapped(self.capacity)
+
+    # -- what is in use here
+
+    def pin(self, places: Sequence[int]) -> None:
+        """See ``BlockTable``."""
+        for place in places:
+            self._held[place].count += 1
+
+    def release(self, places: Sequence[int]) -> None:
+        """See ``BlockTable``."""
+        back: list[int] = []
+        for place in places:
+            held = self._held.get(place)
+            if held is None:
+                raise LocalProtocolError(f"place {place} of the host tier was released more often than used")
+            held.count -= 1
+            if not held.count:
+                del self._held[place]
+                self.detached -= held.key is None
+                back += [place] * held.given
+        if back:
+            self._owner.tell(Release(back))
+
+    def finish(self, places: Sequence[int], *, ok: bool) -> None:
+        """See ``BlockTable``."""
+        if not places:
+            return
+        for place in places:
+            self._held[place].pending = False
+        self.pending -= len(places)
+        there = list(places)
+        if not ok:
+            self._forget(places, "dropped")
+            self._distrust(there)
+        self._owner.ask(partial(_written, there, ok), partial(self._taken, () if ok else there))
+        self.release(places)
+
+    def drop(self, places: Iterable[int], why: str = "dropped") -> list[Key]:
+        """See ``BlockTable``."""
+        gone = [place for place in places if self.key_at(place) is not None]
+        keys = self._forget(gone, why)
+        if gone:
+            self._distrust(gone)
+            self._owner.ask(partial(_spoilt, gone), partial(self._taken, gone))
+        return keys
+
+    def _forget(self, places: Iterable[int], why: str) -> list[Key]:
+        """These are not found any more, nor what they were."""
+        keys: list[Key] = []
+        for place in places:
+            held = self._held.get(place)
+            if held is not None and held.key is not None:
+                keys.append(held.key)
+                held.key = None
+                self.detached += 1
+        if keys:
+            self._on_removed(keys, why)
+        return keys
+
+    def _distrust(self, places: Iterable[int]) -> None:
+        for place in places:
+            self._bad[place] = self._bad.get(place, 0) + 1
+
+    def _taken(self, places: Iterable[int], answer: FromOwner | None) -> None:
+        """The owner knows that places are bad."""
+        for place in places:
+            self._bad[place] -= 1
+            if not self._bad[place]:
+                del self._bad[place]
+        self._note(answer)
+
+    def _note(self, answer: FromOwner | None) -> int:
+        if not isinstance(answer, Done):
+            return 0
+        self.free = answer.free
+        return answer.count
+
+    # -- what is asked
+
+    async def find(self, keys: Sequence[Key]) -> list[int]:
+        """See ``Index``."""
+        if len(set(keys)) != len(keys):
+            raise ValueError("a hash stands twice in one lookup")
+        found = asyncio.get_running_loop().create_future()
+        self._owner.ask(partial(_find, encoded(keys)), partial(self._found, keys, found))
+        try:
+            places: list[int] = await found
+        except asyncio.CancelledError:
+            if found.done() and not found.cancelled():  # both came in one turn
+                self.release(found.result())
+            raise
+        return places
+
+    def _found(self, keys: Sequence[Key], found: asyncio.Future[list[int]], answer: FromOwner | None) -> None:
+        places: list[int] = []
+        if isinstance(answer, Found):
+            self.free = answer.free
+            places = answer.places
+            good = len(places)
+            if self._bad:  # which it did not know yet
+                good = next((at for at, place in enumerate(places) if place in self._bad), good)
+            self._take(places[:good], keys)
+            self._return(places[good:])
+            places = places[:good]
+        if found.done():
+            self.release(places)
+        else:
+            found.set_result(Places(places))
+
+    def _take(self, places: Sequence[int], keys: Sequence[Key]) -> None:
+        """These were given, and are in use."""
+        all_held = self._held
+        for place, key in zip(places, keys, strict=False):
+            held = all_held.get(place)
+            if held is None:
+                all_held[place] = _Held(key, pending=False)
+            else:
+                held.count += 1
+                held.given += 1
+
+    def _return(self, places: Sequence[int]) -> None:
+        """These were given, and are of no use."""
+        back: list[int] = []
+        for place in places:
+            held = self._held.get(place)
+            if held is None:
+                back.append(place)
+            else:  # with those that it was given before
+                held.given += 1
+        if back:
+            self._owner.tell(Release(back))
+
+    def keep(self, keys: Sequence[Key], parent: Key | None, then: Callable[[Offered], None]) -> None:
+        """See ``Index``."""
+        if len(set(keys)) != len(keys):
+            raise ValueError("a hash stands twice in one store")
+        before = None if parent is None else encoded([parent])[0]
+        self._owner.ask(partial(_keep, encoded(keys), before), partial(self._kept, keys, then))
+
+    def _kept(self, keys: Sequence[Key], then: Callable[[Offered], None], answer: FromOwner | None) -> None:
+        offered = Offered(refused=len(keys))
+        useless: list[int] = []
+        if isinstance(answer, Kept):
+            self.free = answer.free
+            kept = answer.kept
+            for index, place in answer.pending:
+                if place in self._bad:  # it was, when the owner said so; it failed since
+                    kept = min(kept, index)
+            for index, place in answer.new:
+                self._held[place] = _Held(keys[index], pending=True)
+            self.pending += len(answer.new)
+            useless = [place for index, place in answer.new if index >= kept]
+            offered = Offered(
+                new=[(index, place) for index, place in answer.new if index < kept],
+                pending=[
+                    (index, place)
+                    for index, place in answer.pending
+                    if index < kept and (held := self._held.get(place)) is not None and held.pending
+                ],
+                kept=kept,
+                refused=answer.refused,
+            )
+        self.finish(useless, ok=False)
+        try:
+            then(offered)
+        except AiokvError:
+            # Whoever waits for it sees that nothing was kept; the places were given back.
+            _log.exception("a store could not begin")
+
+    async def count(self, keys: Sequence[Key]) -> int:
+        """See ``Index``."""
+        return await self._number(partial(_count, encoded(keys)))
+
+    async def delete(self, keys: Sequence[Key]) -> int:
+        """See ``Index``."""
+        if len(set(keys)) != len(keys):
+            raise ValueError("a hash stands twice")
+        return await self._number(partial(_delete, encoded(keys)))
+
+    async def clear(self) -> int:
+        """See ``Index``."""
+        self._forget(self._held, "reset")
+        return await self._number(Clear, self.reset)
+
+    async def _number(self, make: Callable[[int], FromGuest], first: Callable[[], None] | None = None) -> int:
+        answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def over(answer: FromOwner | None) -> None:
+            if first is not None:
+                first()
+            number = self._note(answer)
+            if not answered.done():
+                answered.set_result(number)
+
+        self._owner.ask(make, over)
+        return await answered
+
+    # -- what the owner says by itself
+
+    def removed(self, message: Removed) -> None:
+        """Blocks are not found any more."""
+        for place in message.places:
+            held = self._held.get(place)
+            if held is not None and held.key is not None:
+                held.key = None
+                self.detached += 1
+        self._on_removed([decoded(name) for name in message.keys], message.why)
+
+    def reset(self) -> None:
+        """No block is found any more that was given so far."""
+        self._forget(self._held, "reset")
+
+    def lost(self) -> None:
+        """The owner is gone. What is in use stays, and is nobody else's; nothing of it is found any more."""
+        self._forget(self._held, "lost")
+
+
+def _find(keys: list[bytes], number: int) -> FromGuest:
+    return Find(number, keys)
+
+
+def _keep(keys: list[bytes], parent: bytes | None, number: int) -> FromGuest:
+    return Keep(number, keys, parent)
+
+
+def _written(places: list[int], ok: bool, number: int) -> FromGuest:
+    return Written(number, places, ok)
+
+
+def _spoilt(places: list[int], number: int) -> FromGuest:
+    return Spoilt(number, places)
+
+
+def _count(keys: list[bytes], number: int) -> FromGuest:
+    return Count(number, keys)
+
+
+def _delete(keys: list[bytes], number: int) -> FromGuest:
+    return Delete(number, keys)

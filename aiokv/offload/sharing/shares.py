@@ -1,0 +1,333 @@
+"""What the owner of a pool decides: who holds what, who writes what, and who has to wait. No I/O, no clock.
+
+The index is a tier's (``BlockTable``), with the name of a block's cache put before its own. What is special
+about several processes:
+
+* A guest holds a place as often as it was given to it, whatever it does there; in the table that counts once.
+* Blocks that are being written are seen by the one that writes them only.
+* An offer of blocks of which another guest is writing some waits until that is over. As it holds nothing
+  meanwhile, nobody ever waits in a circle.
+* What a guest holds is anybody else's only when it can't touch it any more: when it says so, or when its
+  process is gone. A connection that ended is neither: a copy that was begun goes on, of a GPU's even when the
+  process's own threads have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from aiokv.errors import RemoteProtocolError
+from aiokv.offload.manager import BlockTable
+from aiokv.offload.policies import Admission, Key, Policy
+from aiokv.offload.sharing.messages import (
+    Clear,
+    Count,
+    Delete,
+    Done,
+    Find,
+    Found,
+    FromGuest,
+    FromOwner,
+    Keep,
+    Kept,
+    Mapped,
+    Release,
+    Removed,
+    Reset,
+    Spoilt,
+    Written,
+)
+
+__all__ = ["Guest", "Shares"]
+
+#: Offers of one guest that wait for others; further ones keep nothing.
+_MOST_WAITING = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Guest:
+    """One attachment of one process.
+
+    Attributes:
+        digest: Names what its blocks hold.
+        say: Sends it a message.
+        limit: Places from the first on that it can use.
+        held: How often each place was given to it.
+        writing: Those of them that it writes.
+        waiting: Its offers that wait for others.
+        there: Whether it hears what it is told.
+    """
+
+    digest: bytes
+    say: Callable[[FromOwner], None]
+    limit: int = 0
+    held: dict[int, int] = field(default_factory=dict)
+    writing: set[int] = field(default_factory=set)
+    waiting: dict[_Waiting, None] = field(default_factory=dict)
+    there: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """An offer, and the places that others write."""
+
+    guest: Guest
+    offer: Keep
+    places: set[int]
+
+
+class Shares:
+    """All calls are made from one thread, and each leaves it whole.
+
+    Args:
+        policy: Orders what may go.
+        admission: Says which new blocks get a place; None: all.
+        distrusted: Told of one of these that failed.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        admission: Admission | None = None,
+        distrusted: Callable[[Exception], None] | None = None,
+    ) -> None:
+        self.table = BlockTable(policy, admission=admission, removed=self._on_removed, distrusted=distrusted)
+        #: Guests that hold anything, or might, those that are not there any more included.
+        self.guests: dict[Guest, None] = {}
+        #: Which offers wait for each place, in the order in which they came.
+        self._waiting: dict[int, dict[_Waiting, None]] = {}
+        #: Places whose blocks are being dropped, and who knows that already.
+        self._dropping: Sequence[int] = ()
+        self._knows: Guest | None = None
+        self.evicted = 0
+
+    # -- guests
+
+    def attach(self, digest: bytes, say: Callable[[FromOwner], None]) -> Guest:
+        """A guest more."""
+        guest = Guest(digest, say)
+        self.guests[guest] = None
+        return guest
+
+    def lost(self, guest: Guest) -> None:
+        """It hears nothing any more; what it holds it keeps, as its process may be there."""
+        guest.there = False
+        for waiting in list(guest.waiting):
+            self._forget(waiting)
+
+    def gone(self, guest: Guest) -> None:
+        """It touches nothing any more: what it wrote is dropped, and what it held is given back."""
+        self.lost(guest)
+        del self.guests[guest]
+        writing, guest.writing = list(guest.writing), set()
+        held, guest.held = list(guest.held), {}
+        self._finish(guest, writing, ok=False)
+        self.table.release(held)
+        self._go_on(writing)
+
+    # -- what guests say
+
+    def receive(self, guest: Guest, message: FromGuest) -> None:
+        """Do what it asks.
+
+        Raises:
+            RemoteProtocolError: It says what it mustn't; nothing was changed.
+        """
+        match message:
+            case Find():
+                self._find(guest, message)
+            case Keep():
+                self._once(message.keys)
+                self._keep(guest, message)
+            case Written():
+                self._written(guest, message)
+            case Release():
+                self._release(guest, message.places)
+            case Spoilt():
+                self._spoilt(guest, message)
+            case Mapped():
+                if not guest.limit <= message.places <= self.table.capacity:
+                    raise RemoteProtocolError(f"it maps {message.places} of {self.table.capacity} places")
+                guest.limit = message.places
+            case Count():
+                self._count(guest, message)
+            case Delete():
+                self._delete(guest, message)
+            case Clear():
+                self._clear(guest, message)
+            case _:
+                raise RemoteProtocolError(f"a {type(message).__name__} at a wrong time")
+
+    def _find(self, guest: Guest, message: Find) -> None:
+        self._once(message.keys)
+        table = self.table
+        found = table.lookup(_named(guest, message.keys))
+        if table.pending > len(guest.writing) or guest.limit < table.capacity:
+            there = 0
+            while there < len(found) and self._sees(guest, found[there]):
+                there += 1
+            rest = found[there:]
+            del found[there:]
+            table.release(rest)
+        held, again = guest.held, []
+        for place in found:
+            count = held.get(place, 0)
+            if count:
+                again.append(place)
+            held[place] = count + 1
+        if again:
+            table.release(again)
+        guest.say(Found(message.id, list(found), table.free))
+
+    def _sees(self, guest: Guest, place: int) -> bool:
+        return place < guest.limit and (place in guest.writing or self.table.ready(place))
+
+    def _keep(self, guest: Guest, message: Keep) -> None:
+        table = self.table
+        names = _named(guest, message.keys)
+        if table.pending > len(guest.writing):
+            others = {place for place in table.writing(names) if place not in guest.writing}
+            if others:
+                self._wait(guest, message, others)
+                return
+        parent = None if message.parent is None else guest.digest + message.parent
+        within = guest.limit if guest.limit < table.capacity else None
+        offered = table.offer(names, parent, within)
+        for _, place in offered.new:
+            guest.held[place] = 1
+            guest.writing.add(place)
+        guest.say(Kept(message.id, offered.kept, offered.refused, offered.new, offered.pending, table.free))
+
+    def _written(self, guest: Guest, message: Written) -> None:
+        if len(set(message.places)) != len(message.places) or not guest.writing.issuperset(message.places):
+            raise RemoteProtocolError("it has written where it doesn't write")
+        self._finish(guest, message.places, ok=message.ok)
+        guest.writing.difference_update(message.places)
+        guest.say(Done(message.id, len(message.places), self.table.free))
+        self._go_on(message.places)
+
+    def _finish(self, guest: Guest, places: Sequence[int], *, ok: bool) -> None:
+        """What a guest wrote is there, or isn't; it holds the places on."""
+        self.table.pin(places)
+        self._dropping, self._knows = (), guest
+        self.table.finish(places, ok=ok)
+        self._knows = None
+
+    def _release(self, guest: Guest, places: Sequence[int]) -> None:
+        held, left = guest.held, []
+        counts: dict[int, int] = {}
+        for place in places:
+            counts[place] = counts.get(place, 0) + 1
+        for place, count in counts.items():
+            there = held.get(place, 0)
+            if there < count or (there == count and place in guest.writing):
+                raise RemoteProtocolError(f"it gives back place {place}, which it doesn't hold, or writes")
+        for place, count in counts.items():
+            if held[place] == count:
+                del held[place]
+                left.append(place)
+            else:
+                held[place] -= count
+        self.table.release(left)
+
+    def _spoilt(self, guest: Guest, message: Spoilt) -> None:
+        if not guest.held.keys() >= set(message.places):
+            raise RemoteProtocolError("it drops what it doesn't hold")
+        self._drop(dict.fromkeys(message.places), "dropped", guest)
+        guest.say(Done(message.id, len(message.places), self.table.free))
+
+    def _count(self, guest: Guest, message: Count) -> None:
+        table, names = self.table, _named(guest, message.keys)
+        count = next((at for at, name in enumerate(names) if name not in table), len(names))
+        guest.say(Done(message.id, count, table.free))
+
+    def _delete(self, guest: Guest, message: Delete) -> None:
+        self._once(message.keys)
+        table = self.table
+        places = table.lookup([name for name in _named(guest, message.keys) if name in table])
+        count = self._drop(places, "deleted", None)
+        table.release(places)
+        guest.say(Done(message.id, count, table.free))
+
+    def _clear(self, guest: Guest, message: Clear) -> None:
+        # What waits was offered before, so it isn't kept.
+        for waiting in [each for other in self.guests for each in other.waiting]:
+            self._forget(waiting)
+            self._refuse(waiting.guest, waiting.offer)
+        count = self.table.reset()
+        for other in self.guests:
+            if other is not guest and other.there:
+                other.say(Reset())
+        guest.say(Done(message.id, count, self.table.free))
+
+    @staticmethod
+    def _once(keys: Sequence[bytes]) -> None:
+        if len(set(keys)) != len(keys):
+            raise RemoteProtocolError("a key stands twice")
+
+    # -- waiting for others
+
+    def _wait(self, guest: Guest, offer: Keep, places: set[int]) -> None:
+        if len(guest.waiting) >= _MOST_WAITING:
+            self._refuse(guest, offer)
+            return
+        waiting = _Waiting(guest, offer, places)
+        guest.waiting[waiting] = None
+        for place in places:
+            self._waiting.setdefault(place, {})[waiting] = None
+
+    def _forget(self, waiting: _Waiting) -> None:
+        waiting.guest.waiting.pop(waiting, None)
+        for place in waiting.places:
+            at = self._waiting[place]
+            del at[waiting]
+            if not at:
+                del self._waiting[place]
+        waiting.places = set()
+
+    def _go_on(self, places: Iterable[int]) -> None:
+        """These are written, or won't be: who waited for nothing else goes on."""
+        if not self._waiting:
+            return
+        free: list[_Waiting] = []
+        for place in places:
+            for waiting in self._waiting.pop(place, ()):
+                waiting.places.discard(place)
+                if not waiting.places:
+                    free.append(waiting)
+        for waiting in free:
+            del waiting.guest.waiting[waiting]
+            self._keep(waiting.guest, waiting.offer)
+
+    def _refuse(self, guest: Guest, offer: Keep) -> None:
+        guest.say(Kept(offer.id, 0, len(offer.keys), [], [], self.table.free))
+
+    # -- what goes
+
+    def _drop(self, places: Iterable[int], why: str, knows: Guest | None) -> int:
+        self._dropping, self._knows = list(places), knows
+        gone = self.table.drop(self._dropping, why)
+        self._dropping, self._knows = (), None
+        return len(gone)
+
+    def _on_removed(self, names: Sequence[Key], why: str) -> None:
+        """Tell those that could find these; what was never there for others isn't told to them."""
+        if why == "evicted":
+            self.evicted += len(names)
+        if why == "reset" or (self._knows is not None and not self._dropping):
+            return
+        by_digest: dict[bytes, list[bytes]] = {}
+        for name in names:
+            if isinstance(name, bytes):
+                by_digest.setdefault(name[:16], []).append(name[16:])
+        for guest in self.guests:
+            keys = by_digest.get(guest.digest)
+            if keys and guest.there and guest is not self._knows:
+                guest.say(Removed(keys, [place for place in self._dropping if place in guest.held], why))
+
+
+def _named(guest: Guest, keys: Sequence[bytes]) -> list[bytes]:
+    """Keys as they stand in the table."""
+    digest = guest.digest
+    return [digest + key for key in keys]
