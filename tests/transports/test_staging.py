@@ -370,7 +370,7 @@ async def test_slots_are_as_large_as_a_block_at_least(gpu: Gpu) -> None:
         small.check(1 << 40)
     usual = Staging(cache)
     assert usual.most == 4 * usual.nbytes
-    assert (usual.slot_bytes, usual.slots) == (8 << 20, 8)
+    assert (usual.slot_bytes, usual.slots) == (16 << 20, 8)
     asking = asyncio.ensure_future(usual.ring())
     await asyncio.sleep(0)
     asking.cancel()
