@@ -81,8 +81,9 @@ def test_public_name_is_documented(name: str) -> None:
 
 @pytest.mark.parametrize("public", [aiokv.Progress, aiokv.Settings, aiokv.Statistics])
 def test_help_explains_every_field(public: type) -> None:
+    text = inspect.cleandoc(public.__doc__ or "")
     for field in dataclasses.fields(public):
-        assert re.search(rf"^        {field.name}: \S", public.__doc__ or "", re.MULTILINE), field.name
+        assert re.search(rf"^    {field.name}: \S", text, re.MULTILINE), field.name
 
 
 def test_every_error_is_public() -> None:
