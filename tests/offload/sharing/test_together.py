@@ -83,6 +83,7 @@ async def test_each_finds_what_the_other_stored(tmp_path: Path, kind: str, seed:
         assert one.holds(range(30, 50), before)
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_groups_whose_block_sizes_differ(tmp_path: Path, seed: int) -> None:
     async with sharing(tmp_path, seed, layout=GROUPS) as (_, (one, other)):
@@ -96,6 +97,7 @@ async def test_groups_whose_block_sizes_differ(tmp_path: Path, seed: int) -> Non
             assert torch.equal(plane.index_select(axis, ids), before[layer].index_select(axis, ids))
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_caches_that_lie_otherwise_in_memory_share_blocks(tmp_path: Path, seed: int) -> None:
     """K and V apart, heads before tokens, more blocks: the same KV all the same."""
@@ -120,6 +122,7 @@ async def test_caches_that_lie_otherwise_in_memory_share_blocks(tmp_path: Path, 
                     assert torch.equal(there[:, 20:28], here[:, :8])
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_what_differs_in_content_is_never_mixed(tmp_path: Path, seed: int) -> None:
     """Of the same size: other heads, another model, other types."""
@@ -146,6 +149,7 @@ async def test_what_differs_in_content_is_never_mixed(tmp_path: Path, seed: int)
             assert kit.holds(range(10, 14), before)
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_blocks_of_another_size_are_refused(tmp_path: Path, seed: int) -> None:
     group = LAYOUT.groups[0]
@@ -164,6 +168,7 @@ async def test_blocks_of_another_size_are_refused(tmp_path: Path, seed: int) -> 
         assert await kit.tier.store(names("a", 4), list(range(4))) == 4
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_a_pool_without_room_for_a_block_says_so(tmp_path: Path, seed: int) -> None:
     async with HostPool(tmp_path / "pool", BLOCK - 1) as pool:
@@ -172,6 +177,7 @@ async def test_a_pool_without_room_for_a_block_says_so(tmp_path: Path, seed: int
                 pass
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_names_that_mean_nothing_to_others_are_refused(tmp_path: Path, seed: int) -> None:
     async with sharing(tmp_path, seed) as (_, (one, other)):
@@ -195,6 +201,7 @@ async def test_names_that_mean_nothing_to_others_are_refused(tmp_path: Path, see
 # -- two store the same
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_the_same_stored_by_two_at_once_is_there_once(tmp_path: Path, seed: int) -> None:
     async with sharing(tmp_path, seed, kind="mocked", stepping=False) as (pool, (one, other)):
@@ -222,6 +229,7 @@ async def _driven(kit: Kit, what: asyncio.Future[int]) -> int:
     return await what
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_a_store_that_fails_leaves_it_to_the_one_that_waited(tmp_path: Path, seed: int) -> None:
     async with sharing(tmp_path, seed, kind="mocked", stepping=False) as (pool, (one, other)):
@@ -240,6 +248,7 @@ async def test_a_store_that_fails_leaves_it_to_the_one_that_waited(tmp_path: Pat
         assert one.tier.statistics().stored_blocks == 0
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_who_waits_for_another_may_give_up(tmp_path: Path, seed: int) -> None:
     async with sharing(tmp_path, seed, kind="mocked", stepping=False) as (pool, (one, other)):
@@ -296,6 +305,7 @@ async def test_cancelled_at_each_await_nothing_is_left(
 
 
 @both
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_a_reset_by_one_while_another_loads_and_stores(tmp_path: Path, kind: str, seed: int) -> None:
     async with sharing(tmp_path, seed, kind=kind) as (_, (one, other)):
@@ -315,6 +325,7 @@ async def test_a_reset_by_one_while_another_loads_and_stores(tmp_path: Path, kin
         assert await one.get(names("a", 12), range(12)) == 12
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_what_one_deletes_another_may_be_using(tmp_path: Path, seed: int) -> None:
     async with sharing(tmp_path, seed) as (pool, (one, other)):
@@ -329,6 +340,7 @@ async def test_what_one_deletes_another_may_be_using(tmp_path: Path, seed: int) 
         await until(lambda: pool.statistics().places_used == 5)
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_what_is_used_by_one_is_not_evicted_by_another(tmp_path: Path, seed: int) -> None:
     async with sharing(tmp_path, seed, blocks=16) as (_, (one, other)):
@@ -343,6 +355,7 @@ async def test_what_is_used_by_one_is_not_evicted_by_another(tmp_path: Path, see
         assert other.tier.statistics().evicted_blocks == 4
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_events_tell_of_ones_own_stores_and_of_all_that_goes(tmp_path: Path, seed: int) -> None:
     async with sharing(tmp_path, seed) as (_, (one, other)):
@@ -359,6 +372,7 @@ async def test_events_tell_of_ones_own_stores_and_of_all_that_goes(tmp_path: Pat
         assert await anext(others) == BlocksRemoved(("a1",), "deleted")
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_a_changed_block_is_dropped_for_all(tmp_path: Path, seed: int) -> None:
     async with sharing(tmp_path, seed, checksums=1.0) as (_, (one, other)):
@@ -456,6 +470,7 @@ async def test_never_a_wrong_byte(tmp_path: Path, kind: str, seed: int) -> None:
 # -- ranks, memory, arguments
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_ranks_that_keep_the_same_keep_it_once(tmp_path: Path, seed: int) -> None:
     """Of a latent vector every rank has all; of heads each has its own."""
@@ -493,6 +508,7 @@ async def test_ranks_that_keep_the_same_keep_it_once(tmp_path: Path, seed: int) 
             assert [each.drained for each in dropped] == [True] * 2
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_who_comes_late_uses_what_it_has_mapped(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -523,6 +539,7 @@ async def test_who_comes_late_uses_what_it_has_mapped(
             assert other.statistics().places == 48
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_arguments_that_can_not_be_meant(tmp_path: Path, seed: int) -> None:
     async with tier_on("host", seed) as kit:
@@ -544,6 +561,7 @@ async def test_arguments_that_can_not_be_meant(tmp_path: Path, seed: int) -> Non
                 HostTier(kit.cache, pool=bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.one_loop
 @pytest.mark.asyncio
 async def test_an_idle_tier_has_nothing_on_the_loop(tmp_path: Path, seed: int) -> None:
     async with sharing(tmp_path, seed) as (_, (one, other)):
