@@ -446,7 +446,7 @@ async def test_never_a_wrong_byte(tmp_path: Path, kind: str, seed: int) -> None:
     async with sharing(tmp_path, seed, kind=kind, size=3, blocks=24) as (_, kits):
         users = [Users(kit, seed + at) for at, kit in enumerate(kits)]
         tasks: set[asyncio.Task[None]] = set()
-        for number in range(200):
+        for number in range(120):
             tasks.add(asyncio.ensure_future(draw.choice(users).request()))
             for _ in range(draw.randint(0, 6)):
                 await asyncio.sleep(0)
@@ -456,7 +456,7 @@ async def test_never_a_wrong_byte(tmp_path: Path, kind: str, seed: int) -> None:
                 kit = draw.choice(kits)
                 for batch in list(kit.tier._opened().copies.batches)[:1]:
                     kit.device.fail(batch.stream)  # type: ignore[arg-type]
-            if number % 50 == 49:
+            if number % 40 == 39:
                 await draw.choice(kits).tier.reset()
             if len(tasks) > 8:
                 over, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
