@@ -115,6 +115,10 @@ class Checksums:
             for key in keys:
                 self._known.pop(key, None)
 
+    def forget_all(self) -> None:
+        """All blocks are gone."""
+        self._known.clear()
+
     def make(self, key: Key, place: int, done: Callable[[bool], None]) -> None:
         """Make a block's checksum; then call ``done`` with whether there is one."""
 

@@ -34,9 +34,9 @@ class BlocksRemoved:
     """Blocks can't be found any more.
 
     Attributes:
-        hashes: Which.
-        why: ``"evicted"`` for others, ``"deleted"``, ``"reset"``, or ``"dropped"`` (a copy failed, or the
-            content was corrupted).
+        hashes: Which. Of a pool that is shared, where all are gone (``"reset"``, ``"lost"``), none is listed.
+        why: ``"evicted"`` for others, ``"deleted"``, ``"reset"``, ``"dropped"`` (a copy failed, or the
+            content was corrupted), or ``"lost"`` (the owner of a pool that is shared).
     """
 
     hashes: tuple[Key, ...]

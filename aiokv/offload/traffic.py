@@ -352,6 +352,11 @@ class Traffic:
         self.copies.stop(load, DeviceError("a block had changed since it was stored"))
 
     def _on_removed(self, keys: Sequence[Key], why: str) -> None:
+        if why in (
+            "lost",
+            "reset",
+        ):  # all of them; what is not in use here isn't listed by a pool that is shared
+            self.checksums.forget_all()
         self.checksums.forget(keys)
         if why == "evicted":
             self.counts.evicted_blocks += len(keys)

@@ -66,6 +66,7 @@ class Desk:
             self._free()
         else:
             self._pool.shares.receive(self._guest, message)
+            self._pool.heard()
 
     def _attach(self, message: Attach) -> None:
         try:
@@ -90,7 +91,11 @@ class Desk:
         _log.info("the host pool at %s lost a tier: %s", self._pool.path, reason)
 
     def _gone(self) -> None:
-        """The process is gone, and with it whatever it had in flight."""
+        """The process is gone, and with it whatever it had in flight.
+
+        The kernel says so when all of its threads have ended, its memory is unmapped and its devices are
+        closed: a GPU's driver has stopped its copies by then.
+        """
         self._line.drain()  # it may have said that it has written something, and that it is done
         self._line.close()
         self._free()

@@ -180,6 +180,12 @@ class SharedIndex:
             self._on_removed(keys, why)
         return keys
 
+    def _outdate(self) -> None:
+        """Nothing that is in use here is found any more."""
+        for held in self._held.values():
+            held.key = None
+        self.detached = len(self._held)
+
     def _distrust(self, places: Iterable[int]) -> None:
         for place in places:
             self._bad[place] = self._bad.get(place, 0) + 1
@@ -302,7 +308,7 @@ class SharedIndex:
 
     async def clear(self) -> int:
         """See ``Index``."""
-        self._forget(self._held, "reset")
+        self._outdate()
         return await self._number(Clear, self.reset)
 
     async def _number(self, make: Callable[[int], FromGuest], first: Callable[[], None] | None = None) -> int:
@@ -331,11 +337,13 @@ class SharedIndex:
 
     def reset(self) -> None:
         """No block is found any more that was given so far."""
-        self._forget(self._held, "reset")
+        self._outdate()
+        self._on_removed((), "reset")
 
     def lost(self) -> None:
         """The owner is gone. What is in use stays, and is nobody else's; nothing of it is found any more."""
-        self._forget(self._held, "lost")
+        self._outdate()
+        self._on_removed((), "lost")
 
 
 def _find(keys: list[bytes], number: int) -> FromGuest:

@@ -37,6 +37,8 @@ _log = logging.getLogger("aiokv")
 
 #: Connections at a time; further ones are closed.
 _MOST_GUESTS = 1024
+#: How long a store waits for what another process stores, in seconds: once to twice that.
+_PATIENCE_S = 5.0
 #: What accept() says when this process or machine is short of descriptors or memory.
 _SHORT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -115,6 +117,8 @@ class HostPool:
         self._state: Literal["new", "open", "closed"] = "new"
         #: Listens; None unless open.
         self._sock: socket.socket | None = None
+        #: Looks for stores that wait too long for others; None while none waits.
+        self._looking: asyncio.TimerHandle | None = None
         #: Set while nobody is let in for want of descriptors.
         self._pause: asyncio.TimerHandle | None = None
         self._desks: dict[Desk, None] = {}
@@ -174,8 +178,9 @@ class HostPool:
         if sock is None:
             return
         asyncio.get_running_loop().remove_reader(sock.fileno())
-        if self._pause is not None:
-            self._pause.cancel()
+        for timer in (self._pause, self._looking):
+            if timer is not None:
+                timer.cancel()
         for desk in list(self._desks):
             desk.close()
         unbinding = off_loop(partial(unbound, self.path, sock), "aiokv-pool")
@@ -285,6 +290,16 @@ class HostPool:
     def shares(self) -> Shares:
         """Who holds what."""
         return self._shares
+
+    def heard(self) -> None:
+        """A tier said something: see that none of them waits for ever."""
+        if self._looking is None and self._shares.waiting:
+            self._looking = asyncio.get_running_loop().call_later(_PATIENCE_S, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        self._shares.give_up_old()
+        self.heard()
 
     def left(self, desk: Desk) -> None:
         """It is through with its process."""

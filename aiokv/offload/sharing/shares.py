@@ -75,6 +75,8 @@ class _Waiting:
     guest: Guest
     offer: Keep
     places: set[int]
+    #: It waited when it was looked at the last time.
+    long: bool = False
 
 
 class Shares:
@@ -183,21 +185,21 @@ class Shares:
     def _sees(self, guest: Guest, place: int) -> bool:
         return place < guest.limit and (place in guest.writing or self.table.ready(place))
 
-    def _keep(self, guest: Guest, message: Keep) -> None:
+    def _keep(self, guest: Guest, message: Keep, refused: int = 0) -> None:
         table = self.table
         names = _named(guest, message.keys)
-        if table.pending > len(guest.writing):
-            others = {place for place in table.writing(names) if place not in guest.writing}
-            if others:
-                self._wait(guest, message, others)
-                return
+        others = self._others(guest, names)
+        if others:
+            self._wait(guest, message, others)
+            return
         parent = None if message.parent is None else guest.digest + message.parent
         within = guest.limit if guest.limit < table.capacity else None
         offered = table.offer(names, parent, within)
         for _, place in offered.new:
             guest.held[place] = 1
             guest.writing.add(place)
-        guest.say(Kept(message.id, offered.kept, offered.refused, offered.new, offered.pending, table.free))
+        refused += offered.refused
+        guest.say(Kept(message.id, offered.kept, refused, offered.new, offered.pending, table.free))
 
     def _written(self, guest: Guest, message: Written) -> None:
         if len(set(message.places)) != len(message.places) or not guest.writing.issuperset(message.places):
@@ -240,6 +242,9 @@ class Shares:
     def _count(self, guest: Guest, message: Count) -> None:
         table, names = self.table, _named(guest, message.keys)
         count = next((at for at, name in enumerate(names) if name not in table), len(names))
+        hidden = {table.key_at(place) for place in self._others(guest, names)}
+        if hidden:
+            count = next((at for at, name in enumerate(names[:count]) if name in hidden), count)
         guest.say(Done(message.id, count, table.free))
 
     def _delete(self, guest: Guest, message: Delete) -> None:
@@ -260,6 +265,12 @@ class Shares:
             if other is not guest and other.there:
                 other.say(Reset())
         guest.say(Done(message.id, count, self.table.free))
+
+    def _others(self, guest: Guest, names: Sequence[bytes]) -> set[int]:
+        """Places of those blocks that other guests are writing."""
+        if self.table.pending == len(guest.writing):
+            return set()
+        return {place for place in self.table.writing(names) if place not in guest.writing}
 
     @staticmethod
     def _once(keys: Sequence[bytes]) -> None:
@@ -299,6 +310,27 @@ class Shares:
         for waiting in free:
             del waiting.guest.waiting[waiting]
             self._keep(waiting.guest, waiting.offer)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an offer waits."""
+        return bool(self._waiting)
+
+    def give_up_old(self) -> None:
+        """Offers that waited already at the last call wait no longer: who writes may be stopped, for example.
+
+        They get what comes before the first block that another writes.
+        """
+        for waiting in {each: None for at in list(self._waiting.values()) for each in at}:
+            if not waiting.long:
+                waiting.long = True
+                continue
+            guest, offer = waiting.guest, waiting.offer
+            self._forget(waiting)
+            names = _named(guest, offer.keys)
+            others = {self.table.key_at(place) for place in self._others(guest, names)}
+            first = next((at for at, name in enumerate(names) if name in others), len(names))
+            self._keep(guest, Keep(offer.id, offer.keys[:first], offer.parent), len(names) - first)
 
     def _refuse(self, guest: Guest, offer: Keep) -> None:
         guest.say(Kept(offer.id, 0, len(offer.keys), [], [], self.table.free))

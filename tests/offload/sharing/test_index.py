@@ -124,6 +124,7 @@ async def test_what_is_told_to_go_is_of_no_use_here() -> None:
     assert kit.gone == [([("a", 1), "z"], "deleted")]
     assert kit.index.keys_at([3, 4]) == [None, "b"]
     kit.index.lost()
+    assert kit.gone[1:] == [([], "lost")]
     assert kit.index.keys_at([3, 4]) == [None, None]
     assert kit.index.detached == 2
     kit.index.release([3, 4])

@@ -151,6 +151,11 @@ class Machine(RuleBasedStateMachine):
     def keep(self, data: st.DataObject, names: list[bytes]) -> None:
         self.ask(self.one(data), Keep(self.next(), names, None))
 
+    @rule(times=st.integers(1, 2))
+    def time_passes(self, times: int) -> None:
+        for _ in range(times):
+            self.shares.give_up_old()
+
     @precondition(lambda self: any(known.writing and not known.lost for known in self.guests))
     @rule(data=st.data(), ok=st.booleans())
     def written(self, data: st.DataObject, ok: bool) -> None:
@@ -272,6 +277,25 @@ def test_many_offers_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(answer, Kept)
     shares.receive(one, Written(2, [place for _, place in answer.new], True))
     assert [answer.kept for answer in others if isinstance(answer, Kept)] == [0, 0, 1, 1, 1]
+
+
+def test_an_offer_does_not_wait_for_ever() -> None:
+    shares = Shares(Lru())
+    shares.table.grow(4)
+    one, _ = attached(shares)
+    other, others = attached(shares)
+    shares.receive(one, Keep(1, [b"b"], None))
+    shares.receive(other, Keep(1, [b"a", b"b", b"c"], None))
+    shares.give_up_old()
+    assert others == []
+    assert shares.waiting
+    shares.give_up_old()
+    answer = others[-1]
+    assert isinstance(answer, Kept)
+    assert (answer.kept, answer.refused, len(answer.new)) == (1, 2, 1)
+    assert not shares.waiting
+    shares.receive(other, Count(2, [b"a", b"b"]))
+    assert others[-1] == Done(2, 1, 2), "what another is writing isn't there"
 
 
 def test_an_offer_of_what_several_write_waits_for_all() -> None:

@@ -365,11 +365,13 @@ async def test_events_tell_of_ones_own_stores_and_of_all_that_goes(tmp_path: Pat
         await one.tier.exists([])
         await one.tier.reset()
         await other.tier.exists([])
-        assert [await anext(ones) for _ in range(2)] == [
+        assert [await anext(ones) for _ in range(3)] == [
             BlocksStored(("a0", "a1", "a2"), None, 4, None),
             BlocksRemoved(("a1",), "deleted"),
+            BlocksRemoved((), "reset"),
         ]
         assert await anext(others) == BlocksRemoved(("a1",), "deleted")
+        assert await anext(others) == BlocksRemoved((), "reset")
 
 
 @pytest.mark.one_loop
@@ -385,6 +387,10 @@ async def test_a_changed_block_is_dropped_for_all(tmp_path: Path, seed: int) -> 
         assert (one.tier.statistics().checksum_failures, one.tier.statistics().canary) == (1, False)
         assert await other.tier.exists(names("a", 8)) == 5
         # Of the same name, and by another: another's bytes are not taken for changed ones.
+        assert await other.tier.store(names("a", 8), list(range(8, 16))) == 8
+        assert await one.get(names("a", 8), range(20, 28)) == 8
+        await other.tier.reset()
+        other.fill(77)
         assert await other.tier.store(names("a", 8), list(range(8, 16))) == 8
         assert await one.get(names("a", 8), range(20, 28)) == 8
         assert one.tier.statistics().checksum_failures == 1
