@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aiokv.errors import LayoutMismatch, RemoteProtocolError
+from aiokv.errors import LayoutMismatch, RemoteProtocolError, TransferAborted
 from aiokv.proto.ledger import Ledger
 from aiokv.proto.messages import (
     Accept,
@@ -20,7 +20,7 @@ from aiokv.proto.messages import (
 from aiokv.proto.parts import Event, State
 from aiokv.proto.session import Session
 from aiokv.proto.transfers import ActionKind, Key, Offering, Part
-from aiokv.proto.waiting import Waiting
+from aiokv.proto.waiting import Waiting, Withdrawn
 
 __all__ = ["Producer"]
 
@@ -31,11 +31,13 @@ class Producer:
     Args:
         ledger: The engine's parts.
         waiting: Requests that wait for their other half.
+        withdrawn: Consumers that gave up what was not offered yet.
     """
 
-    def __init__(self, ledger: Ledger, waiting: Waiting) -> None:
+    def __init__(self, ledger: Ledger, waiting: Waiting, withdrawn: Withdrawn) -> None:
         self._ledger = ledger
         self._waiting = waiting
+        self._withdrawn = withdrawn
         #: Parts whose consumer is to be told of more layers at the end of the turn.
         self._news: dict[Part, None] = {}
         self._bitmap_bytes = (ledger.layout.layers + 7) // 8
@@ -57,6 +59,15 @@ class Producer:
         for peer in peers:
             self._ledger.add_part(offering, "producer", peer, now)
         self.take_parked(offering.key, now)
+        for session, abort in self._withdrawn.claim(offering.key, now):
+            part = offering.unclaimed
+            if part is not None and not offering.has(session.life):
+                self._ledger.bind(part, session, now)
+                part.abort_known = True
+                text = (
+                    f"transfer {offering}: given up by the consumer at {session.address} before: {abort.text}"
+                )
+                self._ledger.settle(part, Event.ABORT, TransferAborted(text))
 
     def take_parked(self, key: Key, now: int) -> None:
         """Look again at the grants that waited for this transfer."""

@@ -39,7 +39,7 @@ from aiokv.proto.producer import Producer
 from aiokv.proto.session import Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.transfers import Action, Key, Offering, Part, Transfer, other_role
-from aiokv.proto.waiting import Waiting
+from aiokv.proto.waiting import Waiting, Withdrawn
 
 __all__ = ["Table"]
 
@@ -66,7 +66,8 @@ class Table:
     def __init__(self, layout: CacheLayout, settings: Settings) -> None:
         self.ledger = Ledger(layout, settings)
         self.waiting = Waiting(settings.parked_per_peer)
-        self.producer = Producer(self.ledger, self.waiting)
+        self.withdrawn = Withdrawn(settings.tombstone_ns, settings.parked_per_peer)
+        self.producer = Producer(self.ledger, self.waiting, self.withdrawn)
         self.consumer = Consumer(self.ledger, self.waiting)
 
     @property
@@ -141,6 +142,9 @@ class Table:
             offering = self.ledger.transfers.get((key, mine))
             if abort.reason == "layout" and isinstance(offering, Offering):
                 offering.refusal = f"{session.address} itself: {abort.text}"
+            early = offering is None and self.ledger.tombstones.find(key, mine, now) is None
+            if mine == "producer" and early and abort.reason != "layout":
+                self.withdrawn.note(session, abort, now)
             if not self.ledger.hangs(session, key, mine, now):
                 session.send(Aborted(*key, mine))  # also for what isn't known
             return
@@ -176,6 +180,7 @@ class Table:
     def lost(self, session: Session, error: AiokvError, *, certain: bool) -> None:
         """A session ended. ``certain``: the peer's process, or its way to our memory, is gone too."""
         self.waiting.lost(session)
+        self.withdrawn.lost(session)
         self.ledger.lost(session, error, certain=certain)
 
     def next_timer(self) -> int | None:

@@ -11,12 +11,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from aiokv.proto.messages import Grant, Offer, Role
+from aiokv.proto.messages import Abort, Grant, Offer, Role
 from aiokv.proto.session import Session
 from aiokv.proto.timers import Timers
 from aiokv.proto.transfers import Key
 
-__all__ = ["Parked", "Tombstone", "Tombstones", "Waiting"]
+__all__ = ["Parked", "Tombstone", "Tombstones", "Waiting", "Withdrawn"]
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +114,48 @@ class Waiting:
             self._parked[key, sender] = kept
         else:
             self._parked.pop((key, sender), None)
+
+
+class Withdrawn:
+    """Consumers that gave up what was not offered yet; the offer is told when it comes.
+
+    Without this it would wait for them until its deadline (vllm#29906).
+
+    Args:
+        keep_ns: For how long that is remembered.
+        most: Transfers of which it is; the oldest go first.
+    """
+
+    def __init__(self, keep_ns: int, most: int) -> None:
+        self._keep_ns = keep_ns
+        self._most = most
+        self._noted: OrderedDict[Key, list[tuple[int, Session, Abort]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Transfers of which somebody gave up."""
+        return len(self._noted)
+
+    def note(self, session: Session, abort: Abort, now: int) -> None:
+        """A consumer gave up. Said twice it counts once."""
+        noted = self._noted.setdefault((abort.tid, abort.attempt), [])
+        if all(other is not session for _, other, _ in noted):
+            noted.append((now, session, abort))
+        while len(self._noted) > self._most:
+            self._noted.popitem(last=False)
+
+    def claim(self, key: Key, now: int) -> list[tuple[Session, Abort]]:
+        """The offer is here: who gave it up, in order."""
+        noted = self._noted.pop(key, [])
+        return [(session, abort) for when, session, abort in noted if when + self._keep_ns > now]
+
+    def lost(self, session: Session) -> None:
+        """The peer's session is over; that it gave up is not worth remembering."""
+        for key, noted in list(self._noted.items()):
+            kept = [each for each in noted if each[1] is not session]
+            if kept:
+                self._noted[key] = kept
+            else:
+                del self._noted[key]
 
 
 class Tombstone(NamedTuple):

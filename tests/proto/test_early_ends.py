@@ -59,6 +59,52 @@ def test_a_reader_that_gives_up_before_it_asks_frees_the_producer(
     assert "given up by the consumer at memory://b: enough" in str(offer.error)
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_reader_that_gave_up_before_the_offer_frees_it_when_it_comes(
+    net: Net, a: Member, b: Member, asked: bool
+) -> None:
+    fetch = b.fetch("t", sources=[a])
+    if asked:
+        net.run()
+    b.abort(fetch, TransferAborted("enough"))
+    net.run()
+    assert fetch.resolved
+    offer = a.offer("t", deadline=600)
+    net.run()
+    assert offer.resolved
+    assert offer.parts[0].state is State.ABORTED
+    assert "given up by the consumer at memory://b before: enough" in str(offer.error)
+    assert not len(a.table.withdrawn)
+
+
+def test_who_comes_in_time_has_what_another_gave_up(net: Net, a: Member, b: Member) -> None:
+    c = net.add("c")
+    given_up, fetch = b.fetch("t", sources=[a]), c.fetch("t", sources=[a])
+    b.abort(given_up, TransferAborted("enough"))
+    net.run()
+    a.offer("t")
+    net.run()
+    c.land(fetch)
+    net.run()
+    assert fetch.error is None
+
+
+def test_what_was_given_up_is_forgotten(net: Net, a: Member, b: Member) -> None:
+    """After a while, with the peer, and when there is too much of it."""
+    for number in range(2 * SETTINGS.parked_per_peer):
+        b.abort(b.fetch(f"t{number}", sources=[a]), TransferAborted("enough"))
+    net.run()
+    assert len(a.table.withdrawn) == SETTINGS.parked_per_peer
+    last = f"t{2 * SETTINGS.parked_per_peer - 1}"
+    net.now += SETTINGS.tombstone_ns + 1
+    offer = a.offer(last)
+    net.run()
+    assert not offer.resolved
+    for session in list(a.sessions.values()):
+        a.table.lost(session, TransferAborted("gone"), certain=True)
+    assert not len(a.table.withdrawn)
+
+
 def test_a_source_that_is_gone_costs_the_other_sources_nothing(net: Net, a: Member, b: Member) -> None:
     never = net.add("never")
     net.hold(b, never)

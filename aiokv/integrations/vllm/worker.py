@@ -196,9 +196,8 @@ class WorkerHalf:
         if orders.reset is not None and self._tiering is not None:
             self._spawn(self._tiering.reset(orders.reset))
         for name in orders.aborts:
-            self._abort(name, Load)
-            # One that was ordered just now begins in this turn of the loop.
-            asyncio.get_running_loop().call_soon(self._abort, name, Recall)
+            # What was ordered just now begins in this turn of the loop.
+            asyncio.get_running_loop().call_soon(self._abort, name)
         for send in orders.sends:
             self._spawn(self._until_over(send, self._send(send, stream)))
         for recall in orders.recalls:
@@ -215,10 +214,11 @@ class WorkerHalf:
         for keep in keeps:
             self._tiering.keep(keep, stream)
 
-    def _abort(self, name: str, kind: type) -> None:
-        give_up = self._give_up.get((name, kind))
-        if give_up is not None:
-            give_up()
+    def _abort(self, name: str) -> None:
+        for kind in (Load, Recall):
+            give_up = self._give_up.get((name, kind))
+            if give_up is not None:
+                give_up()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
