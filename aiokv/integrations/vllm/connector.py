@@ -5,11 +5,9 @@ vLLM makes it twice: once beside its scheduler and once in each worker.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -20,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -28,9 +25,11 @@ from aiokv.device.cache import KVCache
 from aiokv.integrations.vllm.figures import Endpoint, Figures
 from aiokv.integrations.vllm.keeping import Keeping
 from aiokv.integrations.vllm.kvevents import kv_event
-from aiokv.integrations.vllm.layout import Group, cache_layout, rank_heads
+from aiokv.integrations.vllm.layout import cache_layout, layer_order, rank_heads
+from aiokv.integrations.vllm.leaving import Leaving
 from aiokv.integrations.vllm.news import News
 from aiokv.integrations.vllm.orders import Orders
+from aiokv.integrations.vllm.reading import check, compute_stream, fingerprint, group_of
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.worker import WorkerHalf
@@ -38,13 +37,14 @@ from aiokv.integrations.vllm.worker import WorkerHalf
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -101,15 +101,9 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise ValueError("AioKVConnector: pipeline parallelism is not supported")
         self._settings = ConnectorSettings.read(transfer.kv_connector_extra_config)
-        if self._settings.host_tier is not None and transfer.kv_load_failure_policy != "recompute":
-            raise ValueError(
-                "AioKVConnector: what the host tier has lost is computed again, so host_tier needs "
-                '"kv_load_failure_policy": "recompute"'
-            )
-        self._groups = [_group(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
+        check(vllm_config, self._settings)
+        self._groups = [group_of(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
         #: The worker's half; None beside the scheduler, and until the caches are registered.
         self._worker: WorkerHalf | None = None
         #: Blocks whose load failed, not yet told.
@@ -124,7 +118,10 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             told = events is not None and events.enable_kv_cache_events
             tier = Keeping(sizes[0], parallel.tensor_parallel_size, events=told)
         #: The scheduler's half; idle in a worker.
-        self._scheduler = SchedulerHalf(sizes, str(transfer.engine_id), tier=tier)
+        leaving = Leaving(sizes, str(transfer.engine_id), layerwise=self._settings.layerwise)
+        self._scheduler = SchedulerHalf(sizes, leaving, tier)
+        #: Numbers of layers, by name; empty until the caches are registered.
+        self._layers: dict[str, int] = {}
 
     # -- in a worker
 
@@ -139,8 +136,10 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             kv_caches,
             heads=rank_heads(total, ranks, rank),
             total_heads=total,
-            model=_fingerprint(config, self._settings.model, kv_caches),
+            model=fingerprint(config, self._settings.model, kv_caches),
         )
+        names = layer_order([name for group in self._groups for name in group.layers])
+        self._layers = {name: layer for layer, name in enumerate(names)}
         cache = KVCache.from_tensors(layout, tensors)
         try:
             self._worker = WorkerHalf(cache, self._settings, rank, ranks)
@@ -153,15 +152,15 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return Address(self._worker.address) if self._worker is not None else None
 
     def handle_preemptions(self, kv_connector_metadata: Metadata) -> None:
-        """Before a step writes anything: what it writes to must have been read by the host tier."""
+        """Before a step writes anything: nobody may be reading what it writes to."""
         if self._worker is not None:
-            self._worker.fence(kv_connector_metadata.orders)
+            self._worker.before(kv_connector_metadata.orders)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Begin what the scheduler ordered in this step."""
         metadata = self._get_connector_metadata()
         if self._worker is not None and metadata.orders:
-            self._worker.carry_out(metadata.orders, _compute_stream())
+            self._worker.carry_out(metadata.orders, compute_stream())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs once all of it was loaded."""
@@ -169,12 +168,14 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:
-        """Nothing: blocks are offered where they are."""
+        """A layer is computed, which may be sent from now on; blocks are offered where they are."""
+        if self._worker is not None and layer_name in self._layers:
+            self._worker.written(self._layers[layer_name], compute_stream)
 
     def wait_for_save(self) -> None:
-        """Begin to copy to the host tier what the step has filled; blocks that are offered are held."""
+        """All layers are computed: begin to copy to the host tier what the step has filled."""
         if self._worker is not None and self.has_connector_metadata():
-            self._worker.keep(self._get_connector_metadata().orders.keeps, _compute_stream())
+            self._worker.computed(self._get_connector_metadata().orders, compute_stream)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What came to an end since the last step."""
@@ -207,6 +208,11 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         found, self._figures = self._figures, Figures()
         return found
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Layers are told one by one only between graphs; by whole ones they are sent after the step."""
+        return bool(extra_config.get("layerwise"))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Figures:
@@ -243,7 +249,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """Take note of where the workers are."""
-        self._scheduler.addresses = tuple(metadata[rank].address for rank in sorted(metadata))
+        self._scheduler.leaving.addresses = tuple(metadata[rank].address for rank in sorted(metadata))
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups: a request's own blocks are fetched."""
@@ -273,6 +279,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
         """What the workers are to do in this step."""
         cached = scheduler_output.scheduled_cached_reqs
+        self._scheduler.preempted(scheduler_output.preempted_req_ids or ())
         # Those that are new or resumed were told of all their blocks when they got them.
         more = {
             name: new[0]
@@ -310,40 +317,3 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         """Whether a step is needed to tell the workers what was decided, or to hear of them."""
         return self._scheduler.pending
-
-
-def _group(index: int, group: KVCacheGroupSpec) -> Group:
-    """What we need to know of one of vLLM's groups; raises ValueError where we can't move its kind."""
-    spec, names = group.kv_cache_spec, tuple(group.layer_names)
-    if isinstance(spec, MLAAttentionSpec):
-        return Group(names, spec.block_size, 1, spec.head_size, "mla")
-    if type(spec) in (FullAttentionSpec, SlidingWindowSpec):
-        window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
-        kind = "window" if window else "attention"
-        return Group(names, spec.block_size, spec.num_kv_heads, spec.head_size, kind, window)  # type: ignore[arg-type]
-    raise ValueError(
-        f"AioKVConnector: KV cache group {index} is of {type(spec).__name__}, which is not supported"
-    )
-
-
-def _fingerprint(vllm_config: VllmConfig, given: str, tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """What both sides must have in common; not the name, which may be a path of this host."""
-    config, hf = vllm_config.model_config, vllm_config.model_config.hf_text_config
-    # On CPUs the kernels decide how a block is laid out within, by its size and by what the CPU can do.
-    on_cpu = all(tensor.device.type == "cpu" for tensor in tensors.values())
-    inner = (vllm_config.cache_config.block_size, torch.backends.cpu.get_cpu_capability()) if on_cpu else ()
-    facts = (
-        inner,
-        given,
-        getattr(hf, "model_type", ""),
-        getattr(hf, "hidden_size", 0),
-        getattr(hf, "num_hidden_layers", 0),
-        getattr(hf, "vocab_size", 0),
-        config.quantization,
-    )
-    return hashlib.sha256(repr(facts).encode()).digest()
-
-
-def _compute_stream() -> object | None:
-    """The stream that the model computes on; None on a CPU."""
-    return torch.cuda.current_stream() if torch.cuda.is_available() else None

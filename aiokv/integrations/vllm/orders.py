@@ -68,6 +68,8 @@ class Send:
         blocks: A list for each KV cache group.
         tokens: Tokens that are there.
         to: Addresses of those who are to have it; empty: whoever asks.
+        early: This step computes the last of it, layer by layer, and the request is not over yet: the end of
+            the sending is not reported before ``Orders.held`` names the request.
     """
 
     request: str
@@ -75,6 +77,7 @@ class Send:
     blocks: tuple[Blocks, ...]
     tokens: int
     to: tuple[str, ...] = ()
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +178,9 @@ class Orders:
         loads: What to fetch.
         releases: Whom to tell that nothing will be fetched.
         refusals: What will never be offered.
-        aborts: Requests, by vLLM's names, whose loads nobody waits for any more.
+        aborts: Requests, by vLLM's names, whose loads nobody waits for any more, or whose early sends.
+        lost: Requests whose blocks were taken away while they are sent: that is to be over before the step.
+        held: Requests that are over, and whose blocks are held until their early send is, too.
     """
 
     reset: int | None = None
@@ -187,6 +192,8 @@ class Orders:
     releases: list[Release] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)
 
     def waited_for(self) -> list[str]:
         """Requests that wait, once for each order."""
@@ -195,4 +202,5 @@ class Orders:
     def __bool__(self) -> bool:
         """Whether a step is needed for it."""
         moves = self.sends or self.loads or self.recalls or self.keeps
-        return bool(moves or self.releases or self.refusals or self.aborts or self.reset is not None)
+        told = self.releases or self.refusals or self.aborts or self.lost or self.held
+        return bool(moves or told or self.reset is not None)

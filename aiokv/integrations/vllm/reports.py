@@ -65,10 +65,17 @@ class Reports:
         self._waits: Counter[str] = Counter()
         #: And the blocks that hold nothing, of those that are.
         self._empty: dict[str, tuple[Blocks, ...]] = {}
+        #: Requests that are over and hold their blocks for an early send, and early sends that are over.
+        self._held: set[str] = set()
+        self._sent: dict[str, Ended] = {}
+        #: Requests whose early send is not to be told, as vLLM took their blocks.
+        self._lost: set[str] = set()
 
     def expect(self, orders: Orders) -> None:
         """These will end."""
         self._waits.update(name for name in orders.waited_for())
+        self._held.update(orders.held)
+        self._lost.update(orders.lost)
 
     def add(self, end: Ended) -> None:
         """One has."""
@@ -79,11 +86,22 @@ class Reports:
         found = Outcome()
         while self._ended:
             end = self._ended.popleft()
-            if isinstance(end.order, Send):
+            if not isinstance(end.order, Send):
+                self._loaded(end, end.order, found)
+            elif end.order.request in self._lost:
+                self._lost.discard(end.order.request)
+            elif end.order.early:
+                self._sent[end.order.request] = end
+            else:
                 found.sent.add(end.order.request)
                 found.unsent += bool(end.failed)
-            else:
-                self._loaded(end, end.order, found)
+        for name in self._lost & self._sent.keys():
+            self._lost.discard(name)
+            del self._sent[name]
+        for name in self._held & self._sent.keys():  # vLLM knows nothing of a send whose request goes on
+            self._held.discard(name)
+            found.sent.add(name)
+            found.unsent += bool(self._sent.pop(name).failed)
         return found
 
     def _loaded(self, end: Ended, order: Load | Recall, found: Outcome) -> None:

@@ -6,30 +6,22 @@ It decides and does no I/O. vLLM calls it between steps, always from one thread.
 from __future__ import annotations
 
 import logging
-import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from aiokv.integrations.vllm import keeping
+from aiokv.integrations.vllm import keeping, leaving
+from aiokv.integrations.vllm.leaving import BlockIds, Leaving
 from aiokv.integrations.vllm.news import News
-from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Refusal, Release, Send, Ticket, listed
-from aiokv.integrations.vllm.params import Params, Pull, answer, minted, pull_of, readers
+from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, listed
+from aiokv.integrations.vllm.params import Pull, pull_of
 
 __all__ = ["Request", "SchedulerHalf"]
 
 _log = logging.getLogger("aiokv")
 
-BlockIds = Sequence[Sequence[int]]
 
-
-class Request(keeping.Request, Protocol):
+class Request(keeping.Request, leaving.Request, Protocol):
     """What is read of vLLM's ``Request``."""
-
-    kv_transfer_params: dict[str, object] | None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
 
 
 class SchedulerHalf:
@@ -37,24 +29,19 @@ class SchedulerHalf:
 
     Args:
         block_sizes: Tokens per block, for each KV cache group.
-        engine: Name of this instance.
-        mint: Makes transfer ids, where no router did.
+        leaving: Decides what requests leave for others.
         tier: Decides what the host tier does; None: there is none.
+
+    Attributes:
+        leaving: As given.
     """
 
     def __init__(
-        self,
-        block_sizes: Sequence[int],
-        engine: str,
-        mint: Callable[[], str] = lambda: uuid.uuid4().hex,
-        tier: keeping.Keeping | None = None,
+        self, block_sizes: Sequence[int], leaving: Leaving, tier: keeping.Keeping | None = None
     ) -> None:
+        self.leaving = leaving
         self._tier = tier
         self._block_sizes = tuple(block_sizes)
-        self._engine = engine
-        self._mint = mint
-        #: Addresses of this instance's ranks, in their order; empty until the workers are up.
-        self.addresses: tuple[str, ...] = ()
         #: What each request is to load that has not begun to, or was found to have nothing to; by request.
         self._pulls: dict[str, Pull | None] = {}
         #: How many tokens each of them had when it was looked at last.
@@ -89,6 +76,7 @@ class SchedulerHalf:
         end = first + max(0, external)
         if end > first:
             self._loading.add(name)
+        self.leaving.begun(request, blocks)
         if self._tier is not None:
             self._tier.begun(request, blocks[0])
             recall = self._tier.recall(request, blocks[0], first, end)
@@ -122,8 +110,7 @@ class SchedulerHalf:
             Whether the blocks are held until the worker reports them sent, and what the answer to the
             client carries for the decode side.
         """
-        name, params = request.request_id, request.kv_transfer_params or {}
-        pull = self._pull(request)
+        name, pull = request.request_id, self._pull(request)
         self._pulls.pop(name, None)
         self._computed.pop(name, None)
         self._served.discard(name)
@@ -135,34 +122,19 @@ class SchedulerHalf:
         elif pull is not None:
             # It was given up in the queue: the other side need not hold its blocks for us (vllm#29906).
             self._orders.releases.append(Release(pull.ticket, pull.sources, pull.parts))
-        if not params.get("do_remote_decode"):
-            return False, None
-        return self._leave(request, blocks, params, complete=complete)
-
-    def _leave(
-        self, request: Request, blocks: BlockIds, params: Params, *, complete: bool
-    ) -> tuple[bool, dict[str, object] | None]:
-        try:
-            ticket, to = minted(params), readers(params)
-        except (TypeError, ValueError) as error:
-            _log.warning("request %s leaves nothing for others: %s", request.request_id, error)
-            return False, None
-        tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        held = self._listed(blocks, 0, tokens)
-        if not complete or tokens < request.num_prompt_tokens or not any(group.ids for group in held):
-            if ticket is not None:
-                self._orders.refusals.append(Refusal(ticket, to))
-            return False, None
-        ticket = ticket or Ticket(self._mint())
-        self._orders.sends.append(Send(request.request_id, ticket, held, tokens, to))
-        return True, answer(ticket, self.addresses, tokens, self._engine)
+        return self.leaving.finished(request, blocks, self._orders, complete=complete)
 
     # -- each step
 
     def scheduled(self, name: str, tokens: int, new: Sequence[int]) -> None:
         """A request computes in the step that is being put together; see ``Keeping.scheduled``."""
+        self.leaving.scheduled(name, tokens, new, self._orders)
         if self._tier is not None:
             self._tier.scheduled(name, tokens, new, self._orders)
+
+    def preempted(self, names: Iterable[str]) -> None:
+        """The blocks of these requests were taken away, and may be written by the step to come."""
+        self.leaving.preempted(names, self._orders)
 
     def orders(self) -> Orders:
         """What was decided since this was last asked."""

@@ -17,7 +17,16 @@ from aiokv.offload.settings import size_of
 
 __all__ = ["ConnectorSettings", "Registration"]
 
-_OWN = ("hold", "load_timeout", "decode_ranks", "model", "router", "host_tier", "host_tier_policy")
+_OWN = (
+    "hold",
+    "load_timeout",
+    "decode_ranks",
+    "model",
+    "router",
+    "host_tier",
+    "host_tier_policy",
+    "layerwise",
+)
 
 
 class Registration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,6 +60,7 @@ class ConnectorSettings:
         router: How this instance makes itself known to a router; None: it doesn't.
         host_tier: Bytes of host memory in which all ranks together keep blocks; None: they keep none.
         host_tier_policy: What goes first there: ``"lru"`` or ``"arc"``.
+        layerwise: The prefill side sends layers while it still computes those behind them.
     """
 
     engine: Config
@@ -61,6 +71,7 @@ class ConnectorSettings:
     router: Registration | None = None
     host_tier: int | None = None
     host_tier_policy: str = "lru"
+    layerwise: bool = False
 
     @classmethod
     def read(cls, extra: Mapping[str, object]) -> ConnectorSettings:
@@ -86,6 +97,10 @@ class ConnectorSettings:
             )
         if not isinstance(own.get("model", ""), str):
             raise TypeError(f"kv_connector_extra_config: model is a text, not {own['model']!r}")
+        if not isinstance(own.get("layerwise", False), bool):
+            raise TypeError(
+                f"kv_connector_extra_config: layerwise is true or false, not {own['layerwise']!r}"
+            )
         if own.get("router") is not None:
             own["router"] = _named("router", _registration, own["router"])
         if own.get("host_tier") is not None:

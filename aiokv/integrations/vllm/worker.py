@@ -14,7 +14,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,12 @@ from aiokv.blocking.thread import LoopThread
 from aiokv.device.cache import KVCache
 from aiokv.engine.arguments import Window
 from aiokv.engine.engine import TransferEngine
+from aiokv.engine.transfer import Offer
 from aiokv.errors import AiokvError
 from aiokv.integrations.vllm.news import Kept, Missed, News
-from aiokv.integrations.vllm.orders import Blocks, Keep, Load, Orders, Recall, Refusal, Release, Send, Ticket
+from aiokv.integrations.vllm.orders import Blocks, Keep, Load, Orders, Recall, Release, Send
 from aiokv.integrations.vllm.reports import Ended, Outcome, Reports, blocks_of
+from aiokv.integrations.vllm.sending import Sending, Work, lasts, windows
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.tiering import Tiering
 from aiokv.offload.statistics import TierStatistics
@@ -35,13 +37,6 @@ from aiokv.router import Instance
 __all__ = ["WorkerHalf"]
 
 _log = logging.getLogger("aiokv")
-
-#: Seconds after which whoever waits for a push hears that it doesn't come.
-_TO_REFUSE = 1.0
-
-
-#: How many bytes an order moved, and which blocks hold nothing.
-_Work = Coroutine[Any, Any, tuple[int, tuple[Blocks, ...]]]
 
 
 class WorkerHalf:
@@ -69,7 +64,6 @@ class WorkerHalf:
         if cache.device.kind != "cuda" and len(sizes) > 1:
             raise ValueError(f"on a CPU, KV cache groups need one block size, not {sorted(sizes)}")
         self._rank = rank
-        self._readers = settings.decode_ranks or ranks
         #: Tokens that are moved together. vLLM's kernels for CPUs keep the tokens of a block interleaved, so
         #: that no part of one means anything.
         self._unit = 1 if cache.device.kind == "cuda" else cache.layout.groups[0].block_size
@@ -90,6 +84,7 @@ class WorkerHalf:
             self._thread.close()
             raise
         self.address = self._engine.address
+        self._sending = Sending(self._engine, settings, settings.decode_ranks or ranks, self._unit)
         # vLLM within the caller's process (``LLM``) just ends with it; peers are to be told all the same.
         atexit.register(self.close)
 
@@ -143,24 +138,42 @@ class WorkerHalf:
         except RuntimeError:  # closed: nothing will ever be moved
             left: list[Send | Load | Recall] = [*orders.sends, *orders.loads, *orders.recalls]
             for order in left:
-                self._reports.add(Ended(order, blocks_of(order)))
+                if not (isinstance(order, Send) and order.early):
+                    self._reports.add(Ended(order, blocks_of(order)))
             if self._tiering is not None:
                 self._tiering.changes.extend(Missed(recall.request) for recall in orders.recalls)
 
-    def keep(self, keeps: Sequence[Keep], stream: object | None = None) -> None:
-        """Begin to copy blocks to the host tier, after what is enqueued on the stream now. Never blocks."""
-        if not keeps or self._tiering is None:
+    def _hand_over(self, keeps: Sequence[Keep], stream: object | None) -> None:
+        if self._tiering is None:
             return
         try:
             self._thread.post(self._keep, keeps, stream)
         except RuntimeError:  # closed
             self._tiering.changes.extend(Kept(keep.number, 0) for keep in keeps)
 
-    def fence(self, orders: Orders) -> None:
-        """Wait for the host tier to have read what this step writes. It rarely reads such blocks."""
-        if orders.fences and self._tiering is not None:
-            with suppress(RuntimeError):  # closed: nothing is read any more
-                self._thread.run(self._tiering.over(orders.fences))
+    def before(self, orders: Orders) -> None:
+        """Before a step: wait until nobody reads what it writes, and begin to send what it computes.
+
+        Such blocks are rarely read; else it never blocks, or for 50 us where there is something to send.
+        """
+        early = [send for send in orders.sends if send.early]
+        if not early and not orders.fences and not orders.lost:
+            return
+        try:
+            self._sending.announcing = self._thread.run(self._prepare(orders, early))
+        except RuntimeError:  # closed: nothing is read, or sent, any more
+            for send in early:
+                self._reports.add(Ended(send, send.blocks))
+
+    def written(self, layer: int, stream: Callable[[], object | None] = lambda: None) -> None:
+        """A layer of this step is computed, as of what is enqueued on a stream now. Never blocks."""
+        self._sending.written(layer, stream)
+
+    def computed(self, orders: Orders, stream: Callable[[], object | None] = lambda: None) -> None:
+        """All layers of this step are. Never blocks."""
+        self._sending.computed(stream)
+        if orders.keeps:
+            self._hand_over(orders.keeps, stream())
 
     def outcome(self) -> Outcome:
         """What came to an end since the last call; each request is in it once. Never blocks."""
@@ -199,7 +212,8 @@ class WorkerHalf:
             # What was ordered just now begins in this turn of the loop.
             asyncio.get_running_loop().call_soon(self._abort, name)
         for send in orders.sends:
-            self._spawn(self._until_over(send, self._send(send, stream)))
+            if not send.early:
+                self._spawn(self._until_over(send, self._sending.send(send, stream)))
         for recall in orders.recalls:
             self._spawn(self._until_over(recall, self._recall(recall, stream)))
         for load in orders.loads:
@@ -207,7 +221,7 @@ class WorkerHalf:
         for release in orders.releases:
             self._spawn(self._release(release))
         for refusal in orders.refusals:
-            self._spawn(self._refuse(refusal))
+            self._spawn(self._sending.refuse(refusal))
 
     def _keep(self, keeps: Sequence[Keep], stream: object | None) -> None:
         assert self._tiering is not None  # noqa: S101 (asked for before)
@@ -215,7 +229,7 @@ class WorkerHalf:
             self._tiering.keep(keep, stream)
 
     def _abort(self, name: str) -> None:
-        for kind in (Load, Recall):
+        for kind in (Load, Recall, Send):
             give_up = self._give_up.get((name, kind))
             if give_up is not None:
                 give_up()
@@ -225,7 +239,7 @@ class WorkerHalf:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _until_over(self, order: Send | Load | Recall, work: _Work) -> None:
+    async def _until_over(self, order: Send | Load | Recall, work: Work) -> None:
         """Do it, and report it once."""
         what = "sent to others" if isinstance(order, Send) else "loaded"
         began, end = time.monotonic_ns(), Ended(order, blocks_of(order))
@@ -240,21 +254,22 @@ class WorkerHalf:
             self._give_up.pop((order.request, type(order)), None)
             self._reports.add(end)
 
-    async def _send(self, send: Send, stream: object | None) -> tuple[int, tuple[Blocks, ...]]:
-        offer = self._engine.offer(
-            send.ticket.transfer,
-            _windows(send.blocks),
-            tokens=-(-send.tokens // self._unit) * self._unit,
-            readers=None if send.to else self._readers,
-            to=send.to,
-            attempt=send.ticket.attempt,
-            deadline=_lasts(send.ticket, self._settings.hold),
-        )
-        offer.start()
-        for layer in range(self._cache.layout.layers):
-            offer.layer_ready(layer, stream=stream)
-        await offer.wait()
-        return offer.progress.bytes_moved, ()
+    async def _prepare(self, orders: Orders, early: Sequence[Send]) -> list[Offer]:
+        await self._sending.lose(orders.lost)
+        if orders.fences and self._tiering is not None:
+            await self._tiering.over(orders.fences)
+        begun = []
+        for send in early:
+            try:
+                offer = self._sending.begin(send)
+            except (AiokvError, TypeError, ValueError) as error:
+                _log.warning("the KV of request %s is not sent to others: %s", send.request, error)
+                self._reports.add(Ended(send, send.blocks))
+            else:
+                self._give_up[send.request, Send] = partial(offer.cancel, "the request was aborted")
+                self._spawn(self._until_over(send, self._sending.until_sent(send, offer)))
+                begun.append(offer)
+        return begun
 
     async def _recall(self, recall: Recall, stream: object | None) -> tuple[int, tuple[Blocks, ...]]:
         task = asyncio.current_task()
@@ -273,13 +288,13 @@ class WorkerHalf:
             await self._tiering.unread(load.blocks[0].ids)
         fetch = self._engine.fetch(
             load.ticket.transfer,
-            _windows(load.blocks),
+            windows(load.blocks),
             sources=load.sources or None,
             parts=None if load.sources else load.parts,
             first_token=load.first // self._unit * self._unit,
             tokens=-(-load.tokens // self._unit) * self._unit,
             attempt=load.ticket.attempt,
-            deadline=_lasts(load.ticket, self._settings.load_timeout),
+            deadline=lasts(load.ticket, self._settings.load_timeout),
             stream=stream,
         )
         fetch.start()
@@ -309,38 +324,9 @@ class WorkerHalf:
                 error,
             )
 
-    async def _refuse(self, refusal: Refusal) -> None:
-        """Offer something and take it back: who waits for it, or asks later, is told so."""
-        some, ticket = [Window(0, (0,)) for _ in self._cache.layout.groups], refusal.ticket
-        try:
-            offer = self._engine.offer(
-                ticket.transfer,
-                some,
-                tokens=1,
-                readers=None if refusal.to else self._readers,
-                to=refusal.to,
-                attempt=ticket.attempt,
-                deadline=_TO_REFUSE if refusal.to else self._settings.hold,
-            )
-            offer.start()
-            if not refusal.to:  # whoever it is to be pushed to hears of it once there is contact
-                offer.cancel("the request was aborted before its KV was there")
-            await offer.wait()
-        except AiokvError as error:
-            _log.debug("transfer %s: %s", ticket.transfer, error)
-
 
 def _fingerprint(layout: CacheLayout) -> str:
     """The same for two instances if one can fetch from the other."""
     names = ("kind", "layers", "total_heads", "head_size", "dtype", "window", "halves")
     facts = [[getattr(group, name) for name in names] for group in layout.groups]
     return hashlib.sha256(repr((layout.model, facts)).encode()).hexdigest()
-
-
-def _lasts(ticket: Ticket, at_most: float) -> float:
-    """Seconds that a transfer may take."""
-    return at_most if ticket.deadline is None else min(ticket.deadline, at_most)
-
-
-def _windows(blocks: Sequence[Blocks]) -> list[Window]:
-    return [Window(group.start, group.ids) for group in blocks]

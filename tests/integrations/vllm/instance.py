@@ -57,9 +57,25 @@ class Instance:
             preempt(*args, **named)
 
         self.scheduler._preempt_request = counted
+        #: Layers that were told while those behind them were computed.
+        self.layers = 0
+        if transfer:
+            self.count_layers()
         #: Blocks of host memory, by hash, as a router that goes by KV events has them.
         self.resident: dict[bytes, list[int]] = {}
         self.scheduler.kv_event_publisher.publish = self.publish
+
+    def count_layers(self) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()._worker
+        written = worker.written
+
+        def counted(layer: int, stream: Any) -> None:
+            self.layers += bool(worker._sending.announcing)
+            written(layer, stream)
+
+        worker.written = counted
 
     def publish(self, batch: Any) -> None:
         for event in batch.events:
@@ -127,6 +143,7 @@ class Instance:
             held=pool.num_gpu_blocks - 1 - free,
             requests=sorted(self.scheduler.requests),
             preempted=self.preempted,
+            layers=self.layers,
             groups=len(self.scheduler.kv_cache_config.kv_cache_groups),
         )
 

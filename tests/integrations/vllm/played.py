@@ -20,6 +20,7 @@ import torch
 from aiokv.device.cache import KVCache
 from aiokv.integrations.vllm.keeping import Keeping
 from aiokv.integrations.vllm.layout import Group, cache_layout
+from aiokv.integrations.vllm.leaving import Leaving
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.worker import WorkerHalf
@@ -103,8 +104,9 @@ class Played:
         settings = ConnectorSettings.read({"transports": ["tcp"], "load_timeout": 20, **extra})
         self.worker = WorkerHalf(KVCache.from_tensors(layout, tensors), settings)
         tier = None if settings.host_tier is None else Keeping(SIZE, events=events)
-        self.half = SchedulerHalf([SIZE], name, tier=tier)
-        self.half.addresses = (self.worker.address,)
+        leaving = Leaving([SIZE], name, layerwise=settings.layerwise)
+        self.half = SchedulerHalf([SIZE], leaving, tier)
+        self.half.leaving.addresses = (self.worker.address,)
         self.budget = budget
         self.weights = 1
         #: As in vLLM: free blocks keep what is in them until they are taken, the least recently freed first.
@@ -117,6 +119,8 @@ class Played:
         self.running: list[Request] = []
         #: Over, with blocks that are held until they were sent.
         self.held: dict[str, Request] = {}
+        #: Preempted since the last step.
+        self.taken: set[str] = set()
         self.computed = self.preempted = self.recalled = 0
 
     # -- blocks
@@ -188,15 +192,16 @@ class Played:
 
     def step(self) -> None:
         scheduled = self.schedule()
+        self.half.preempted(self.taken)
+        self.taken.clear()
         for request, (tokens, new) in scheduled.items():
             self.half.scheduled(request, tokens, new)
         orders = self.half.orders()
-        self.worker.fence(orders)
+        self.worker.before(orders)
         chosen = [(self.requests[name], tokens) for name, (tokens, _) in scheduled.items()]
-        for request, tokens in chosen:
-            self.compute(request, tokens)
+        self.compute(chosen)
         self.worker.carry_out(orders)
-        self.worker.keep(orders.keeps)
+        self.worker.computed(orders)
         self.recalled += sum(len(each.hashes) for each in orders.recalls)
         for request, _ in chosen:
             if request.num_computed_tokens == len(request.tokens):
@@ -230,6 +235,7 @@ class Played:
 
     def preempt(self, request: Request) -> None:
         self.preempted += 1
+        self.taken.add(request.request_id)
         self.give(request)
         request.num_computed_tokens = 0
         self.waiting.insert(0, request)
@@ -281,18 +287,20 @@ class Played:
             self.give(request)
         request.num_computed_tokens = min(request.num_computed_tokens, len(request.tokens) - 1)
 
-    def compute(self, request: Request, tokens: int) -> None:
-        first, last = request.num_computed_tokens, request.num_computed_tokens + tokens
-        wanted = torch.tensor(_numbers(request.tokens[:last], self.weights), dtype=torch.float32)
-        ids = torch.tensor(request.blocks)
-        for tensor in self.tensors.values():
-            there = tensor[ids].transpose(1, 2).reshape(-1, 2 * 16)
-            assert (there[:first] == wanted[:first, None]).all(), f"{request.request_id} reads something else"
-            for at in range(first, last):
-                tensor[request.blocks[at // SIZE], :, at % SIZE] = wanted[at]
-        self.computed += tokens
-        request.num_computed_tokens = last
-        self.cache(request)
+    def compute(self, chosen: list[tuple[Request, int]]) -> None:
+        for layer, tensor in enumerate(self.tensors.values()):
+            for request, tokens in chosen:
+                first, last = request.num_computed_tokens, request.num_computed_tokens + tokens
+                wanted = torch.tensor(_numbers(request.tokens[:last], self.weights), dtype=torch.float32)
+                there = tensor[torch.tensor(request.blocks)].transpose(1, 2).reshape(-1, 2 * 16)
+                assert (there[:first] == wanted[:first, None]).all(), f"{request.request_id} reads another's"
+                for at in range(first, last):
+                    tensor[request.blocks[at // SIZE], :, at % SIZE] = wanted[at]
+            self.worker.written(layer)
+        for request, tokens in chosen:
+            self.computed += tokens
+            request.num_computed_tokens += tokens
+            self.cache(request)
 
     def report(self) -> None:
         outcome, news = self.worker.outcome(), self.worker.news()

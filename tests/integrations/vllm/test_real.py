@@ -1,7 +1,7 @@
 """Real vLLMs, prefill and decode in processes of their own: answers are those of one vLLM alone.
 
-The prefill side computes in chunks of 96 tokens, so that most chunks bring no new block of 128; the decode
-side has 40 blocks, so that requests are preempted.
+The prefill side computes in chunks of 96 tokens, so that most chunks bring no new block of 128, and sends
+layer by layer; the decode side has 40 blocks, so that requests are preempted, and sends afterwards.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def alone(real: ModuleType, model: str) -> dict[str, list[list[int]]]:
 @pytest.fixture(scope="module")
 def pair(real: ModuleType, model: str, alone: object) -> Iterator[tuple[Any, Any]]:
     """The prefill side and the decode side."""
-    left = real.Instance(model, real.transfer("fail", transports=["cma", "tcp"]), max_num_batched_tokens=96)
+    left = real.Instance(
+        model, real.transfer("fail", transports=["cma", "tcp"], layerwise=True), max_num_batched_tokens=96
+    )
     left.hear(event="up")  # one after the other: both need the same core
     right = real.Instance(
         model, real.transfer(load_timeout=20), num_gpu_blocks_override=41, disable_log_stats=False
@@ -116,6 +118,8 @@ def test_router_that_mints_ids(pair: tuple[Any, Any], alone: dict[str, list[list
     for one, each in zip(PROMPTS["few"], ids, strict=True):
         left.add(one, 1, {"do_remote_decode": True, "transfer_id": each})
     assert [right.over(name)["tokens"] for name in names] == alone["few"]
+    assert left.state()["layers"] >= 4 * len(ids)
+    assert not right.state()["layers"]
 
 
 def test_pushed(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:

@@ -22,6 +22,20 @@ def test_a_request_is_told_once_all_of_it_is_over() -> None:
     assert not reports.take().loaded
 
 
+def test_an_early_send_is_told_once_its_request_is_over() -> None:
+    reports = Reports()
+    sends = [Send(name, Ticket("t"), (Blocks(0, (7,)),), 32, early=True) for name in "abc"]
+    reports.add(Ended(sends[0], ()))
+    assert not reports.take().sent
+    reports.expect(Orders(held=["a", "b"], lost=["c"]))
+    assert reports.take().sent == {"a"}
+    for send in sends[1:]:
+        reports.add(Ended(send, send.blocks))
+    outcome = reports.take()
+    assert (outcome.sent, outcome.unsent) == ({"b"}, 1)
+    assert not reports.take().sent
+
+
 def test_what_was_moved_is_counted() -> None:
     reports = Reports()
     reports.expect(Orders(loads=[LOAD], recalls=[RECALL]))

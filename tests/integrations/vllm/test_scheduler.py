@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from aiokv.integrations.vllm.leaving import Leaving
 from aiokv.integrations.vllm.orders import Blocks, Load, Refusal, Release, Send, Ticket, listed
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 
@@ -23,8 +24,8 @@ class Request:
 
 @pytest.fixture
 def half() -> SchedulerHalf:
-    made = SchedulerHalf([32], "engine", lambda: "minted")
-    made.addresses = (HERE,)
+    made = SchedulerHalf([32], Leaving([32], "engine", lambda: "minted"))
+    made.leaving.addresses = (HERE,)
     return made
 
 
@@ -56,7 +57,7 @@ def test_a_load(half: SchedulerHalf) -> None:
 
 def test_no_more_than_is_there(half: SchedulerHalf) -> None:
     assert half.matched(pulling(remote_tokens=64), 0) == 64
-    assert SchedulerHalf([32], "engine").matched(pulling(remote_tokens=1000), 0) == 100
+    assert SchedulerHalf([32], Leaving([32], "engine")).matched(pulling(remote_tokens=1000), 0) == 100
 
 
 def test_all_of_it_is_here(half: SchedulerHalf) -> None:
@@ -103,7 +104,7 @@ def test_what_is_left_is_held(half: SchedulerHalf) -> None:
     assert half.orders().sends == [Send("r", Ticket("minted"), (Blocks(0, (4, 5, 6, 7)),), 100)]
     # The decode side reads it.
     assert said is not None
-    other = SchedulerHalf([32], "other")
+    other = SchedulerHalf([32], Leaving([32], "other"))
     assert other.matched(Request(kv_transfer_params=said), 0) == 100
 
 

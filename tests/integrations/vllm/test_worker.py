@@ -18,6 +18,7 @@ import torch
 
 from aiokv.device.cache import KVCache
 from aiokv.integrations.vllm.layout import Group, cache_layout
+from aiokv.integrations.vllm.leaving import Leaving
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.worker import WorkerHalf
@@ -45,8 +46,8 @@ class Played:
             [Group(LAYERS, SIZE, 2, 8)], self.tensors, heads=(0, 2), total_heads=2, model=b""
         )
         self.worker = WorkerHalf(KVCache.from_tensors(layout, tensors), ConnectorSettings.read(extra))
-        self.half = SchedulerHalf([SIZE], name)
-        self.half.addresses = (self.worker.address,)
+        self.half = SchedulerHalf([SIZE], Leaving([SIZE], name))
+        self.half.leaving.addresses = (self.worker.address,)
         self.free = list(range(1, BLOCKS))
         #: Blocks of requests that vLLM still knows.
         self.blocks: dict[str, list[int]] = {}
