@@ -37,12 +37,15 @@ except OSError as error:
 print(into.tobytes().hex())
 """
 _CAP_SYS_PTRACE = 19
+#: getsockopt(2): a pidfd of who is at the other end.
+_SO_PEERPIDFD = 77
 
 
 def sharing() -> Iterator[Finding]:
     """Shared memory, and reading another process's."""
     yield _memfd()
     yield _cma()
+    yield _pidfd()
 
 
 def _memfd() -> Finding:
@@ -80,6 +83,28 @@ def _cma() -> Finding:
     guard, mend = guards()
     found = f"no cma, refused: {lines[-1] if lines else 'it read something else'}{guard}"
     return missing("transports", "process_vm_readv", found, mend)
+
+
+def _pidfd() -> Finding:
+    """What the owner of a pool sees the end of others by."""
+    if sys.platform != "linux":
+        return missing("transports", "pidfd", "not on this system: no pool for several processes")
+    one, other = socket.socketpair(socket.AF_UNIX)
+    with one, other:
+        try:
+            os.close(one.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD))
+            return ok("transports", "pidfd", "of who connects (SO_PEERPIDFD)")
+        except OSError:
+            pass
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        found = f"none ({error}): no pool for several processes"
+        return missing("transports", "pidfd", found, "Linux 5.3 or newer; in a container, allow pidfd_open")
+    found = (
+        "by process id, SO_PEERPIDFD is Linux 6.5's: a pool and those that share it need one PID namespace"
+    )
+    return ok("transports", "pidfd", found)
 
 
 def guards(proc: Path = Path("/proc")) -> tuple[str, str]:

@@ -19,16 +19,18 @@ class Index(Protocol):
     others are of places that are in use here, and answered at once. See ``BlockTable``.
 
     Attributes:
-        pending: Places in use here that are being written.
         detached: Places in use here whose block is gone.
     """
 
-    pending: int
     detached: int
 
     @property
     def in_use(self) -> int:
         """Places in use here."""
+
+    @property
+    def pending(self) -> int:
+        """Those of them that are being written."""
 
     @property
     def capacity(self) -> int:

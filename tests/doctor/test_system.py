@@ -63,8 +63,8 @@ def test_where_nothing_says_so_it_may_be_the_user(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not HAS_ALL, reason="Linux only")
 def test_shared_memory_and_other_processes_are_tried() -> None:
-    memfd, cma = sharing()
-    assert memfd.state == "ok"
+    memfd, cma, pidfd = sharing()
+    assert memfd.state == pidfd.state == "ok"
     assert cma.name == "process_vm_readv"
     assert cma.state == "ok" or cma.mend
 
@@ -75,7 +75,7 @@ def test_a_refusal_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(system.subprocess, "run", refused)
     monkeypatch.setattr(system, "guards", lambda: ("; Yama", "sysctl"))
-    _, cma = sharing()
+    _, cma, _ = sharing()
     assert (cma.state, cma.mend) == ("missing", "sysctl")
     assert "Operation not permitted; Yama" in cma.found
 
@@ -86,6 +86,7 @@ def test_what_only_linux_has_is_reported_and_not_required(monkeypatch: pytest.Mo
 
     monkeypatch.delattr(os, "memfd_create", raising=False)
     monkeypatch.delattr(os, "pidfd_open", raising=False)
+    monkeypatch.setattr(system, "_SO_PEERPIDFD", 9999)
     monkeypatch.setattr(system, "open_timerfd", absent)
     for each in (*sharing(), *timers()):
         assert each.state != "ok"

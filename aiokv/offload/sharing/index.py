@@ -58,20 +58,6 @@ class Owner(Protocol):
         """Whether there is a connection."""
 
 
-class _Held:
-    """A place in use here."""
-
-    __slots__ = ("count", "given", "key", "pending")
-
-    def __init__(self, key: Key | None, *, pending: bool) -> None:
-        #: What is in it; None where it was dropped.
-        self.key = key
-        #: How many use it here, and how often the owner gave it.
-        self.count = 1
-        self.given = 1
-        self.pending = pending
-
-
 class SharedIndex:
     """See ``Index``. Belongs to the loop's thread.
 
@@ -83,10 +69,15 @@ class SharedIndex:
     def __init__(self, owner: Owner, *, removed: Callable[[Sequence[Key], str], None]) -> None:
         self._owner = owner
         self._on_removed = removed
-        self._held: dict[int, _Held] = {}
+        #: Of each place in use here: what is in it, None where that was dropped; how many use it; and, unless
+        #: that is once, how often the owner gave it.
+        self._keys: dict[int, Key | None] = {}
+        self._counts: dict[int, int] = {}
+        self._given: dict[int, int] = {}
+        #: Those of them that are being written.
+        self._writing: set[int] = set()
         #: Places that were found bad, and how many messages say so that the owner may not have taken yet.
         self._bad: dict[int, int] = {}
-        self.pending = 0
         self.detached = 0
         self.capacity = 0
         #: Of the pool, as of the last answer.
@@ -97,21 +88,24 @@ class SharedIndex:
     @property
     def in_use(self) -> int:
         """See ``Index``."""
-        return len(self._held)
+        return len(self._keys)
+
+    @property
+    def pending(self) -> int:
+        """See ``Index``."""
+        return len(self._writing)
 
     def key_at(self, place: int) -> Key | None:
         """See ``BlockTable``."""
-        held = self._held.get(place)
-        return None if held is None else held.key
+        return self._keys.get(place)
 
     def keys_at(self, places: Sequence[int]) -> list[Key | None]:
         """See ``BlockTable``."""
-        return [self.key_at(place) for place in places]
+        return list(map(self._keys.get, places))
 
     def ready(self, place: int) -> bool:
         """See ``BlockTable``."""
-        held = self._held.get(place)
-        return held is not None and held.key is not None and not held.pending
+        return self._keys.get(place) is not None and place not in self._writing
 
     def orphaned(self, places: Sequence[int]) -> bool:
         """See ``Index``."""
@@ -127,20 +121,25 @@ class SharedIndex:
     def pin(self, places: Sequence[int]) -> None:
         """See ``BlockTable``."""
         for place in places:
-            self._held[place].count += 1
+            self._counts[place] += 1
 
     def release(self, places: Sequence[int]) -> None:
         """See ``BlockTable``."""
+        keys, counts, given = self._keys, self._counts, self._given
         back: list[int] = []
         for place in places:
-            held = self._held.get(place)
-            if held is None:
+            count = counts.get(place, 0)
+            if count > 1:
+                counts[place] = count - 1
+                continue
+            if not count:
                 raise LocalProtocolError(f"place {place} of the host tier was released more often than used")
-            held.count -= 1
-            if not held.count:
-                del self._held[place]
-                self.detached -= held.key is None
-                back += [place] * held.given
+            del counts[place]
+            if keys.pop(place) is None:
+                self.detached -= 1
+            back.append(place)
+            if given and place in given:
+                back += [place] * (given.pop(place) - 1)
         if back:
             self._owner.tell(Release(back))
 
@@ -148,9 +147,7 @@ class SharedIndex:
         """See ``BlockTable``."""
         if not places:
             return
-        for place in places:
-            self._held[place].pending = False
-        self.pending -= len(places)
+        self._writing.difference_update(places)
         there = list(places)
         if not ok:
             self._forget(places, "dropped")
@@ -171,10 +168,10 @@ class SharedIndex:
         """These are not found any more, nor what they were."""
         keys: list[Key] = []
         for place in places:
-            held = self._held.get(place)
-            if held is not None and held.key is not None:
-                keys.append(held.key)
-                held.key = None
+            key = self._keys.get(place)
+            if key is not None:
+                keys.append(key)
+                self._keys[place] = None
                 self.detached += 1
         if keys:
             self._on_removed(keys, why)
@@ -182,9 +179,8 @@ class SharedIndex:
 
     def _outdate(self) -> None:
         """Nothing that is in use here is found any more."""
-        for held in self._held.values():
-            held.key = None
-        self.detached = len(self._held)
+        self._keys = dict.fromkeys(self._keys)
+        self.detached = len(self._keys)
 
     def _distrust(self, places: Iterable[int]) -> None:
         for place in places:
@@ -238,24 +234,25 @@ class SharedIndex:
 
     def _take(self, places: Sequence[int], keys: Sequence[Key]) -> None:
         """These were given, and are in use."""
-        all_held = self._held
+        if self._keys.keys().isdisjoint(places):
+            self._keys.update(zip(places, keys, strict=False))
+            self._counts.update(dict.fromkeys(places, 1))
+            return
         for place, key in zip(places, keys, strict=False):
-            held = all_held.get(place)
-            if held is None:
-                all_held[place] = _Held(key, pending=False)
+            if place in self._keys:
+                self._counts[place] += 1
+                self._given[place] = self._given.get(place, 1) + 1
             else:
-                held.count += 1
-                held.given += 1
+                self._keys[place], self._counts[place] = key, 1
 
     def _return(self, places: Sequence[int]) -> None:
         """These were given, and are of no use."""
         back: list[int] = []
         for place in places:
-            held = self._held.get(place)
-            if held is None:
+            if place in self._keys:  # with those that it was given before
+                self._given[place] = self._given.get(place, 1) + 1
+            else:
                 back.append(place)
-            else:  # with those that it was given before
-                held.given += 1
         if back:
             self._owner.tell(Release(back))
 
@@ -276,15 +273,15 @@ class SharedIndex:
                 if place in self._bad:  # it was, when the owner said so; it failed since
                     kept = min(kept, index)
             for index, place in answer.new:
-                self._held[place] = _Held(keys[index], pending=True)
-            self.pending += len(answer.new)
+                self._keys[place], self._counts[place] = keys[index], 1
+                self._writing.add(place)
             useless = [place for index, place in answer.new if index >= kept]
             offered = Offered(
                 new=[(index, place) for index, place in answer.new if index < kept],
                 pending=[
                     (index, place)
                     for index, place in answer.pending
-                    if index < kept and (held := self._held.get(place)) is not None and held.pending
+                    if index < kept and place in self._writing
                 ],
                 kept=kept,
                 refused=answer.refused,
@@ -329,9 +326,8 @@ class SharedIndex:
     def removed(self, message: Removed) -> None:
         """Blocks are not found any more."""
         for place in message.places:
-            held = self._held.get(place)
-            if held is not None and held.key is not None:
-                held.key = None
+            if self._keys.get(place) is not None:
+                self._keys[place] = None
                 self.detached += 1
         self._on_removed([decoded(name) for name in message.keys], message.why)
 

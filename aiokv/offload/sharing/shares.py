@@ -172,13 +172,13 @@ class Shares:
             rest = found[there:]
             del found[there:]
             table.release(rest)
-        held, again = guest.held, []
-        for place in found:
-            count = held.get(place, 0)
-            if count:
-                again.append(place)
-            held[place] = count + 1
-        if again:
+        held = guest.held
+        if held.keys().isdisjoint(found):
+            held.update(dict.fromkeys(found, 1))
+        else:
+            again = [place for place in found if place in held]
+            for place in found:
+                held[place] = held.get(place, 0) + 1
             table.release(again)
         guest.say(Found(message.id, list(found), table.free))
 
@@ -217,7 +217,14 @@ class Shares:
         self._knows = None
 
     def _release(self, guest: Guest, places: Sequence[int]) -> None:
-        held, left = guest.held, []
+        held = guest.held
+        once = list(map(held.get, places)).count(1) == len(places) == len(set(places))
+        if once and guest.writing.isdisjoint(places):  # as nearly always
+            for place in places:
+                del held[place]
+            self.table.release(places)
+            return
+        left: list[int] = []
         counts: dict[int, int] = {}
         for place in places:
             counts[place] = counts.get(place, 0) + 1
