@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aiokv.integrations.vllm.leaving import Leaving
-from aiokv.integrations.vllm.orders import Blocks, Load, Refusal, Release, Send, Ticket, listed
+from aiokv.integrations.vllm.orders import Blocks, Load, Refusal, Release, Send, Ticket
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 
 HERE, THERE = "tcp://10.0.0.1:7000", "tcp://10.0.0.2:7000"
@@ -32,13 +32,6 @@ def half() -> SchedulerHalf:
 def pulling(**more: object) -> Request:
     said = {"do_remote_prefill": True, "transfer_id": "t", "remote_addresses": [THERE], **more}
     return Request(kv_transfer_params=said)
-
-
-def test_blocks_that_matter() -> None:
-    assert listed([5, 6, 7, 8], 32, 0, 100) == Blocks(0, (5, 6, 7, 8))
-    assert listed([5, 6, 7, 8], 32, 64, 96) == Blocks(64, (7,))
-    assert listed([0, 0, 7, 8], 32, 0, 100) == Blocks(64, (7, 8))  # behind a sliding window
-    assert listed([5], 32, 0, 100) == Blocks(0, (5,))
 
 
 def test_a_load(half: SchedulerHalf) -> None:

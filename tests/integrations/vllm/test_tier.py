@@ -288,11 +288,20 @@ def test_after_it_was_closed_everything_is_reported(make: Make, played: ModuleTy
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_never_a_wrong_byte(make: Make, played: ModuleType, seed: int, policy: str) -> None:
-    """Conversations that share beginnings; a cache and a tier that are too small; aborts and resets."""
+def test_never_a_wrong_byte(
+    make: Make, played: ModuleType, seed: int, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversations that share beginnings, in too small a cache and tier; aborts, resets and slow copies."""
     drawn = random.Random(seed)
     one = make(tier=20, blocks=16, host_tier_policy=policy)
-    for turn in range(12):
+    store = one.worker._tiering.tier.store
+
+    async def slow(*args: Any, **named: Any) -> int:
+        await asyncio.sleep(drawn.choice([0, 0.002, 0.01]))
+        return await store(*args, **named)
+
+    monkeypatch.setattr(one.worker._tiering.tier, "store", slow)
+    for turn in range(25):
         requests = []
         for number in range(4):
             asked = prompt(drawn.randrange(3), 3 * SIZE) + prompt(

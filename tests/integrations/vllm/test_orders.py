@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from aiokv.integrations.vllm.news import Emptied, Gone, Kept, Missed, News
+from aiokv.integrations.vllm.orders import (
+    Blocks,
+    Keep,
+    Load,
+    Orders,
+    Recall,
+    Refusal,
+    Release,
+    Send,
+    Ticket,
+    listed,
+)
+
+BLOCKS = Blocks(32, (5, 6))
+
+
+def test_blocks_that_matter() -> None:
+    assert listed([5, 6, 7, 8], 32, 0, 100) == Blocks(0, (5, 6, 7, 8))
+    assert listed([5, 6, 7, 8], 32, 64, 96) == Blocks(64, (7,))
+    assert listed([0, 0, 7, 8], 32, 0, 100) == Blocks(64, (7, 8))  # behind a sliding window
+    assert listed([5], 32, 0, 100) == Blocks(0, (5,))
+
+
+@pytest.mark.parametrize(
+    "orders",
+    [
+        Orders(reset=0),
+        Orders(recalls=[Recall("r", (b"a", b"b"), BLOCKS)]),
+        Orders(keeps=[Keep(1, (b"a", b"b"), (5, 6), None)]),
+        Orders(sends=[Send("r", Ticket("t"), (BLOCKS,), 96)]),
+        Orders(loads=[Load("r", Ticket("t"), ("there",), (BLOCKS,), 32, 96)]),
+        Orders(releases=[Release(Ticket("t"), ("there",))]),
+        Orders(refusals=[Refusal(Ticket("t"))]),
+        Orders(aborts=["r"]),
+        Orders(lost=["r"]),
+        Orders(held=["r"]),
+    ],
+)
+def test_a_step_is_needed_for_any_of_them(orders: Orders) -> None:
+    assert orders
+    assert not Orders(fences={1})  # what writes is a step anyway
+    assert copy.deepcopy(orders) == orders  # vLLM carries them to other processes
+
+
+def test_news_are_carried_to_other_processes() -> None:
+    news = News(1, (Kept(1, 2), Gone((b"a",)), Gone(None), Emptied(3), Missed("r")))
+    assert copy.deepcopy(news) == news
