@@ -44,6 +44,8 @@ __all__ = ["Guest"]
 
 #: How long an owner may take to answer somebody who comes, in seconds.
 _PATIENCE_S = 10.0
+#: The same of whatever else it is asked, once to twice; a store may have to wait for another process's.
+_SILENCE_S = 20.0
 _REFUSALS: dict[str, type[Refused | CapacityError]] = {"layout": LayoutMismatch, "capacity": CapacityError}
 
 
@@ -68,6 +70,9 @@ class Guest:
         #: What is to get each answer.
         self._asked: dict[int, Then] = {}
         self._number = 0
+        #: Looks whether the owner answers; None while nothing is asked. And what was the last question then.
+        self._looking: asyncio.TimerHandle | None = None
+        self._looked = 0
         #: See ``serve``.
         self._index: SharedIndex | None = None
         self._reset: Callable[[], None] | None = None
@@ -138,6 +143,20 @@ class Guest:
             )
         self._asked[self._number] = then
         self._line.send(data)
+        if self._looking is None:
+            self._look()
+
+    def _look(self) -> None:
+        """See that nobody waits for ever, where the owner is stopped, say."""
+        if self._looking is not None and any(number <= self._looked for number in self._asked):
+            self._looking = None
+            if self._line is not None:
+                self._line.close()
+            self._on_lost(f"it has not answered for {_SILENCE_S} s")
+            return
+        self._looked = self._number
+        loop = asyncio.get_running_loop()
+        self._looking = loop.call_later(_SILENCE_S, self._look) if self._asked else None
 
     def tell(self, message: FromGuest) -> None:
         """See ``Owner``."""
@@ -206,6 +225,9 @@ class Guest:
         self._answer_all()
 
     def _answer_all(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
         asked, self._asked = self._asked, {}
         for then in asked.values():
             then(None)

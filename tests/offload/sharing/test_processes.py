@@ -17,6 +17,7 @@ import pytest
 
 import aiokv
 from aiokv.errors import PeerLostError
+from aiokv.offload.sharing import guest
 from aiokv.offload.sharing.owner import HostPool
 from aiokv.testing.tiers import BLOCK, names, tier_on
 from aiokv.testing.tierusers import Users
@@ -222,6 +223,28 @@ async def test_an_owner_that_is_killed_means_misses(parent: subprocess.Popen[byt
         async with HostPool(path, 24 * BLOCK) as pool, tier_on("host", 1, pool=pool.path) as kit:
             assert await kit.tier.store(names("a", 4), list(range(4))) == 4
         assert not Path(path).exists()
+
+
+@pytest.mark.asyncio
+async def test_an_owner_that_is_stopped_is_not_waited_for_for_ever(
+    parent: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guest, "_SILENCE_S", 0.05)
+    monkeypatch.setattr(guest, "_PATIENCE_S", 0.05)
+    path = str(tmp_path / "pool")
+    async with children(parent, tmp_path) as begin:
+        owner = await begin()
+        await owner("own", path=path, blocks=24)
+        async with tier_on("host", 1, pool=path) as kit:
+            assert await kit.tier.store(names("a", 4), list(range(4))) == 4
+            owner.signal(signal.SIGSTOP)
+            async with asyncio.timeout(PATIENCE_S):
+                assert await kit.tier.store(names("b", 4), list(range(4))) == 0
+                assert await kit.found(names("a", 4)) == 0
+            assert not kit.tier.statistics().attached
+            with pytest.raises(PeerLostError, match="doesn't answer"):
+                async with tier_on("host", 1, pool=path):
+                    pass
 
 
 async def _work(users: Users) -> None:
