@@ -63,7 +63,7 @@ _GAUGES: Fields = MappingProxyType(
                 "pending": "places_pending",
             },
         ),
-        "attached": ("0 once the owner of a shared pool is lost", "", {"": "attached"}),
+        "attached": ("0 while the owner of a shared pool is lost", "", {"": "attached"}),
         "pool_bytes": ("Host memory that the pool has taken", "", {"": "pool_bytes"}),
     }
 )

@@ -20,14 +20,16 @@ class Growth:
     Args:
         pool: The pool, with its first segment.
         more: Told how many places there are more.
+        before: What made segments before, and may still be at it; this begins when it is over.
     """
 
-    def __init__(self, pool: Segments, more: Callable[[int], None]) -> None:
+    def __init__(self, pool: Segments, more: Callable[[int], None], *, before: Growth | None = None) -> None:
         self._pool = pool
         self._more = more
         #: Why the pool stays smaller than it was to be; None while it doesn't.
         self._shortfall: AiokvError | None = None
         self._stopping = False
+        self._before = before
         self._task = asyncio.get_running_loop().create_task(self._grow())
 
     async def wait(self) -> None:
@@ -46,6 +48,9 @@ class Growth:
         await asyncio.wait([self._task])
 
     async def _grow(self) -> None:
+        if self._before is not None:
+            await self._before.stop()
+            self._before = None
         try:
             while not self._stopping and (segment := await self._pool.grow()) is not None:
                 self._more(segment.places)

@@ -222,7 +222,7 @@ class Life:
             return OwnIndex(self._policy, admission=self._admission, removed=removed, distrusted=distrusted)
         self._guest = Guest(self._door, self._pool, self.cache.layout)
         index = SharedIndex(self._guest, removed=removed)
-        self._guest.serve(index, reset=self._on_reset, lost=self._on_lost)
+        self._guest.serve(index, reset=self._on_reset, lost=self._on_lost, again=self._on_again)
         return index
 
     def _on_reset(self) -> None:
@@ -236,6 +236,12 @@ class Life:
         self._generation += 1
         if self._state == "open":
             _log.warning("the host pool at %s is lost, so nothing is found or kept: %s", self._door, reason)
+
+    def _on_again(self) -> None:
+        """There is a pool again: its memory is used from here on."""
+        if self._traffic is not None and self._state == "open":
+            _log.info("another host pool is at %s", self._door)
+            self._growth = Growth(self._pool, self._traffic.table.grow, before=self._growth)
 
     def _opened(self) -> Traffic:
         if self._traffic is None or self._state != "open":

@@ -22,7 +22,7 @@ from aiokv.proto.layout import CacheLayout
 from aiokv.proto.placement import Placement
 from aiokv.proto.plan import CopyPlan, GroupBlocks, Side, plan_copy
 
-__all__ = ["Segment", "Segments"]
+__all__ = ["Segment", "Segments", "close_all"]
 
 #: Where the places of two groups with different block sizes would be of more tokens, something is wrong.
 _MOST_TOKENS = 1 << 20
@@ -127,7 +127,7 @@ class Segments(abc.ABC):
     def close(self) -> Awaitable[None]:
         """Give the memory back, off the loop; nothing may be in flight."""
         segments, self.segments = self.segments, []
-        return off_loop(partial(_close_all, segments), "aiokv-pool")
+        return off_loop(partial(close_all, segments), "aiokv-pool")
 
     # -- where a place is
 
@@ -175,7 +175,8 @@ class Segments(abc.ABC):
             yield view[offset : offset + length]
 
 
-def _close_all(segments: Sequence[Segment]) -> None:
+def close_all(segments: Sequence[Segment]) -> None:
+    """Give memory back; it may take long."""
     for segment in segments:
         close = getattr(segment.buffer, "close", None)
         if close is not None:

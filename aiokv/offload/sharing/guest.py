@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Literal
 
@@ -42,10 +43,15 @@ from aiokv.proto.layout import CacheLayout
 
 __all__ = ["Guest"]
 
+_log = logging.getLogger("aiokv")
+
 #: How long an owner may take to answer somebody who comes, in seconds.
 _PATIENCE_S = 10.0
 #: The same of whatever else it is asked, once to twice; a store may have to wait for another process's.
 _SILENCE_S = 20.0
+#: After how many seconds a lost owner is looked for, each time twice as many.
+_FIRST_S = 0.5
+_LAST_S = 30.0
 _REFUSALS: dict[str, type[Refused | CapacityError]] = {"layout": LayoutMismatch, "capacity": CapacityError}
 
 
@@ -73,20 +79,32 @@ class Guest:
         #: Looks whether the owner answers; None while nothing is asked. And what was the last question then.
         self._looking: asyncio.TimerHandle | None = None
         self._looked = 0
+        #: Tries again, where the owner was lost; None while there is one. And after how many seconds.
+        self._retry: asyncio.TimerHandle | None = None
+        self._delay = _FIRST_S
         #: See ``serve``.
         self._index: SharedIndex | None = None
         self._reset: Callable[[], None] | None = None
         self._lost: Callable[[str], None] | None = None
+        self._again: Callable[[], None] | None = None
 
-    def serve(self, index: SharedIndex, *, reset: Callable[[], None], lost: Callable[[str], None]) -> None:
+    def serve(
+        self,
+        index: SharedIndex,
+        *,
+        reset: Callable[[], None],
+        lost: Callable[[str], None],
+        again: Callable[[], None],
+    ) -> None:
         """Whom to tell what the owner says.
 
         Args:
             index: What is held.
             reset: Told that another process dropped all.
             lost: Told why the owner is lost.
+            again: Told that there is another one; it gives memory from its first place on.
         """
-        self._index, self._reset, self._lost = index, reset, lost
+        self._index, self._reset, self._lost, self._again = index, reset, lost, again
 
     @property
     def there(self) -> bool:
@@ -101,14 +119,29 @@ class Guest:
             PeerLostError: There is none.
         """
         self._welcome = asyncio.get_running_loop().create_future()
-        self._state = "attaching"
-        self._line = Line(knock(self._path), self._received, self._on_lost, descriptors=True)
-        self.tell(Attach(VERSION, digest_of(self._layout), self._pool.forms))
+        self._knock()
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await self._welcome
         except TimeoutError:
             raise PeerLostError(f"the pool at {self._path} doesn't answer within {_PATIENCE_S} s") from None
+
+    def _knock(self) -> None:
+        line = Line(knock(self._path), self._received, self._on_lost, descriptors=True)
+        self._line, self._state = line, "attaching"
+        line.send(frame(Attach(VERSION, digest_of(self._layout), self._pool.forms)))
+
+    def _try_again(self) -> None:
+        """See whether there is an owner again; until it answers the next attempt waits already."""
+        if self._line is not None:
+            self._line.close()
+        self._state = "lost"
+        self._delay = min(2 * self._delay, _LAST_S)
+        self._retry = asyncio.get_running_loop().call_later(self._delay, self._try_again)
+        try:
+            self._knock()
+        except (PeerLostError, Refused):
+            self._state = "lost"
 
     def close(self, *, quiet: bool) -> None:
         """Leave. May be called twice.
@@ -116,9 +149,11 @@ class Guest:
         Args:
             quiet: Nothing is in flight. Else the owner keeps what is held here until this process is gone.
         """
-        if quiet:
-            self.tell(Detach())
+        if quiet and self._line is not None:
+            self._line.send(frame(Detach()))
         self._state = "closed"
+        if self._retry is not None:
+            self._retry.cancel()
         self._pool.end()
         if self._line is not None:
             self._line.close()
@@ -160,12 +195,16 @@ class Guest:
 
     def tell(self, message: FromGuest) -> None:
         """See ``Owner``."""
-        if self._state in ("attaching", "there") and self._line is not None:
+        if self._state == "there" and self._line is not None:
             self._line.send(frame(message))
 
     def mapped(self, places: int) -> None:
         """See ``Owner``."""
         self.tell(Mapped(places))
+
+    def unused(self) -> None:
+        """See ``Owner``."""
+        self._pool.forget()
 
     # -- hearing
 
@@ -197,31 +236,43 @@ class Guest:
                 raise RemoteProtocolError(f"a {type(message).__name__} at a wrong time")
 
     def _admitted(self, message: object) -> None:
-        if self._welcome is None or self._welcome.done():
-            return
         match message:
             case Welcome():
                 try:
                     self._pool.settle(message)
                 except LayoutMismatch as error:
-                    self._welcome.set_exception(error)
+                    self._denied(error)
                     return
                 self._state = "there"
-                self._welcome.set_result(None)
+                if self._retry is not None:
+                    self._retry.cancel()
+                    self._retry, self._delay = None, _FIRST_S
+                if self._welcome is not None and not self._welcome.done():
+                    self._welcome.set_result(None)
+                elif self._index is not None and self._again is not None:
+                    self._index.renew(self._pool.base)
+                    self._again()
             case Refusal():
                 kind = _REFUSALS.get(message.kind, Refused)
-                self._welcome.set_exception(kind(f"the pool at {self._path}: {message.reason}"))
+                self._denied(kind(f"the pool at {self._path}: {message.reason}"))
             case _:
                 raise RemoteProtocolError(f"a {type(message).__name__} in place of a welcome")
 
+    def _denied(self, error: Exception) -> None:
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_exception(error)
+        else:  # an owner that came after the one that was lost; it is tried again later
+            _log.info("another host pool is of no use: %s", error)
+
     def _on_lost(self, reason: str) -> None:
         was, self._state = self._state, "lost"
-        self._pool.end()
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_exception(PeerLostError(f"the pool at {self._path} is lost: {reason}"))
         if was == "there" and self._index is not None and self._lost is not None:
-            self._index.lost()
+            self._pool.lose()
+            self._index.lost(self._pool.base)
             self._lost(reason)
+            self._retry = asyncio.get_running_loop().call_later(self._delay, self._try_again)
         self._answer_all()
 
     def _answer_all(self) -> None:

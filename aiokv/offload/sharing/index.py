@@ -53,6 +53,9 @@ class Owner(Protocol):
     def mapped(self, places: int) -> None:
         """So many places can be used here."""
 
+    def unused(self) -> None:
+        """Nothing is in use any more that an owner gave who is lost."""
+
     @property
     def there(self) -> bool:
         """Whether there is a connection."""
@@ -74,16 +77,25 @@ class SharedIndex:
         self._keys: dict[int, Key | None] = {}
         self._counts: dict[int, int] = {}
         self._given: dict[int, int] = {}
+        #: What the owner's numbers of places are counted from here; and how many of those in use are those of
+        #: an owner that is lost.
+        self._base = 0
+        self._old = 0
         #: Those of them that are being written.
         self._writing: set[int] = set()
         #: Places that were found bad, and how many messages say so that the owner may not have taken yet.
         self._bad: dict[int, int] = {}
         self.detached = 0
         self.capacity = 0
-        #: Of the pool, as of the last answer.
-        self.free = 0
+        #: Free places of the pool, as of the last answer.
+        self._free = 0
 
     # -- what there is
+
+    @property
+    def free(self) -> int:
+        """See ``Index``: as last heard, of those that can be used here at most."""
+        return min(self._free, self.capacity)
 
     @property
     def in_use(self) -> int:
@@ -109,7 +121,7 @@ class SharedIndex:
 
     def orphaned(self, places: Sequence[int]) -> bool:
         """See ``Index``."""
-        return not self._owner.there
+        return not self._owner.there or any(place < self._base for place in places[:1])
 
     def grow(self, count: int) -> None:
         """See ``Index``."""
@@ -140,28 +152,51 @@ class SharedIndex:
             back.append(place)
             if given and place in given:
                 back += [place] * (given.pop(place) - 1)
-        if back:
-            self._owner.tell(Release(back))
+        self._give_back(back)
+
+    def _give_back(self, places: list[int]) -> None:
+        """These are not in use here any more; each as often as it was given."""
+        if self._old:
+            theirs = [place for place in places if place >= self._base]
+            self._old -= len(set(places)) - len(set(theirs))
+            places = theirs
+            if not self._old:
+                self._owner.unused()
+        if places:
+            self._owner.tell(Release(self._told(places)))
+
+    def _told(self, places: Sequence[int]) -> list[int]:
+        """Places in the owner's numbers."""
+        base = self._base
+        return [place - base for place in places] if base else list(places)
+
+    def _heard(self, places: list[int]) -> list[int]:
+        """The owner's places in the numbers of here."""
+        base = self._base
+        return [place + base for place in places] if base else places
 
     def finish(self, places: Sequence[int], *, ok: bool) -> None:
         """See ``BlockTable``."""
         if not places:
             return
         self._writing.difference_update(places)
-        there = list(places)
+        bad: list[int] = []
         if not ok:
+            bad = list(places)
             self._forget(places, "dropped")
-            self._distrust(there)
-        self._owner.ask(partial(_written, there, ok), partial(self._taken, () if ok else there))
+        if places[0] >= self._base:
+            self._distrust(bad)
+            self._owner.ask(partial(_written, self._told(places), ok), partial(self._taken, bad))
         self.release(places)
 
     def drop(self, places: Iterable[int], why: str = "dropped") -> list[Key]:
         """See ``BlockTable``."""
         gone = [place for place in places if self.key_at(place) is not None]
         keys = self._forget(gone, why)
-        if gone:
-            self._distrust(gone)
-            self._owner.ask(partial(_spoilt, gone), partial(self._taken, gone))
+        theirs = [place for place in gone if place >= self._base]
+        if theirs:
+            self._distrust(theirs)
+            self._owner.ask(partial(_spoilt, self._told(theirs)), partial(self._taken, theirs))
         return keys
 
     def _forget(self, places: Iterable[int], why: str) -> list[Key]:
@@ -197,7 +232,7 @@ class SharedIndex:
     def _note(self, answer: FromOwner | None) -> int:
         if not isinstance(answer, Done):
             return 0
-        self.free = answer.free
+        self._free = answer.free
         return answer.count
 
     # -- what is asked
@@ -219,8 +254,8 @@ class SharedIndex:
     def _found(self, keys: Sequence[Key], found: asyncio.Future[list[int]], answer: FromOwner | None) -> None:
         places: list[int] = []
         if isinstance(answer, Found):
-            self.free = answer.free
-            places = answer.places
+            self._free = answer.free
+            places = self._heard(answer.places)
             good = len(places)
             if self._bad:  # which it did not know yet
                 good = next((at for at, place in enumerate(places) if place in self._bad), good)
@@ -253,8 +288,7 @@ class SharedIndex:
                 self._given[place] = self._given.get(place, 1) + 1
             else:
                 back.append(place)
-        if back:
-            self._owner.tell(Release(back))
+        self._give_back(back)
 
     def keep(self, keys: Sequence[Key], parent: Key | None, then: Callable[[Offered], None]) -> None:
         """See ``Index``."""
@@ -267,21 +301,22 @@ class SharedIndex:
         offered = Offered(refused=len(keys))
         useless: list[int] = []
         if isinstance(answer, Kept):
-            self.free = answer.free
+            self._free = answer.free
             kept = answer.kept
-            for index, place in answer.pending:
+            base = self._base
+            new = [(index, place + base) for index, place in answer.new]
+            pending = [(index, place + base) for index, place in answer.pending]
+            for index, place in pending:
                 if place in self._bad:  # it was, when the owner said so; it failed since
                     kept = min(kept, index)
-            for index, place in answer.new:
+            for index, place in new:
                 self._keys[place], self._counts[place] = keys[index], 1
                 self._writing.add(place)
-            useless = [place for index, place in answer.new if index >= kept]
+            useless = [place for index, place in new if index >= kept]
             offered = Offered(
-                new=[(index, place) for index, place in answer.new if index < kept],
+                new=[(index, place) for index, place in new if index < kept],
                 pending=[
-                    (index, place)
-                    for index, place in answer.pending
-                    if index < kept and place in self._writing
+                    (index, place) for index, place in pending if index < kept and place in self._writing
                 ],
                 kept=kept,
                 refused=answer.refused,
@@ -325,7 +360,7 @@ class SharedIndex:
 
     def removed(self, message: Removed) -> None:
         """Blocks are not found any more."""
-        for place in message.places:
+        for place in self._heard(message.places):
             if self._keys.get(place) is not None:
                 self._keys[place] = None
                 self.detached += 1
@@ -336,10 +371,22 @@ class SharedIndex:
         self._outdate()
         self._on_removed((), "reset")
 
-    def lost(self) -> None:
-        """The owner is gone. What is in use stays, and is nobody else's; nothing of it is found any more."""
+    def lost(self, base: int) -> None:
+        """The owner is gone. What is in use stays, and is nobody else's; nothing of it is found any more.
+
+        Args:
+            base: Higher than all of its places here.
+        """
         self._outdate()
+        self._old, self._base = len(self._keys), base
+        self.capacity = self._free = 0
         self._on_removed((), "lost")
+        if not self._old:
+            self._owner.unused()
+
+    def renew(self, base: int) -> None:
+        """There is another owner, whose places count from ``base`` on here."""
+        self._base = base
 
 
 def _find(keys: list[bytes], number: int) -> FromGuest:

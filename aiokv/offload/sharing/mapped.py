@@ -13,7 +13,7 @@ from aiokv.device.host import HostBuffer
 from aiokv.device.offloop import off_loop
 from aiokv.engine.bell import Bell
 from aiokv.errors import CapacityError, LayoutMismatch
-from aiokv.offload.segments import Segment, Segments
+from aiokv.offload.segments import Segment, Segments, close_all
 from aiokv.offload.sharing.form import GroupForm, forms_of, shaped
 from aiokv.offload.sharing.messages import Room, Welcome
 from aiokv.proto.layout import CacheLayout
@@ -37,6 +37,10 @@ class SharedPool(Segments):
         super().__init__(layout)
         self._layout = layout
         self._device = device
+        #: Segments of an owner that is lost, in which copies may be going on.
+        self._old: list[Segment] = []
+        #: The first place of the owner that there is: those of owners before it have lower numbers.
+        self.base = 0
         #: Segments that are not mapped yet, and their descriptors, which are this pool's.
         self._coming: deque[tuple[Room, int]] = deque()
         self._bell = Bell()
@@ -49,6 +53,10 @@ class SharedPool(Segments):
         """What places would suit the cache."""
         return forms_of(self._layout, self.ratios)
 
+    def __len__(self) -> int:
+        """Places there are so far, of the owner that there is."""
+        return super().__len__() - self.base if self.segments else 0
+
     def settle(self, welcome: Welcome) -> None:
         """What places there will be.
 
@@ -57,6 +65,29 @@ class SharedPool(Segments):
         """
         self._shape = shaped(self._layout, self.ratios, welcome.groups)
         self.places, self._each = welcome.places, welcome.each
+        self._ended, self._shortfall = False, ""
+        self.base = -(-self.base // self._each) * self._each
+
+    def lose(self) -> None:
+        """The owner is lost. Its segments stay until ``forget``, since copies may be going on in them."""
+        self.end()
+        if self.segments:
+            self.base = self.segments[-1].first + self.segments[-1].places
+        self._old += self.segments
+        self.segments = []
+        self.places = 0
+
+    def forget(self) -> None:
+        """Nothing is going on any more in segments of owners that are lost: their memory is given back."""
+        old, self._old = self._old, []
+        if old:
+            _ = off_loop(partial(close_all, old), "aiokv-pool")
+
+    def segment_of(self, place: int) -> Segment:
+        """See ``Segments``."""
+        if place >= self.base:
+            return self.segments[(place - self.base) // self._each]
+        return next(each for each in self._old if each.first <= place < each.first + each.places)
 
     def come(self, room: Room, fd: int) -> None:
         """A segment was given; ``grow`` maps it."""
@@ -99,6 +130,7 @@ class SharedPool(Segments):
         if (room.first, room.places, room.nbytes) != (first, places, nbytes):
             os.close(fd)
             raise LayoutMismatch(f"the pool gave {room}, where {places} places of {nbytes} bytes were due")
+        base = self.base
         pin: Callable[[HostBuffer], Buffer] | None = getattr(self._device, "pin_now", None)
         mapping = off_loop(partial(_mapped, fd, nbytes, pin), "aiokv-pool")
         try:
@@ -106,14 +138,18 @@ class SharedPool(Segments):
         except asyncio.CancelledError:
             mapping.add_done_callback(_closed)
             raise
-        segment = Segment(first, places, layout, placement, buffer)
+        segment = Segment(base + first, places, layout, placement, buffer)
+        if self._ended or base != self.base:  # of an owner that was lost meanwhile
+            await off_loop(partial(close_all, [segment]), "aiokv-pool")
+            return None
         self.segments.append(segment)
         return segment
 
     def close(self) -> Awaitable[None]:
         """See ``Segments``."""
-        self.end()
-        return super().close()
+        self.lose()
+        old, self._old = self._old, []
+        return off_loop(partial(close_all, old), "aiokv-pool")
 
 
 def _mapped(fd: int, nbytes: int, pin: Callable[[HostBuffer], Buffer] | None) -> Buffer:

@@ -12,7 +12,7 @@ from aiokv.offload.offered import Offered
 from aiokv.offload.policies import Key
 from aiokv.offload.sharing.index import SharedIndex, Then
 from aiokv.offload.sharing.keys import encoded
-from aiokv.offload.sharing.messages import Done, Found, FromGuest, Kept, Release, Removed, Written
+from aiokv.offload.sharing.messages import Clear, Done, Found, FromGuest, Kept, Release, Removed, Written
 
 
 class Played:
@@ -31,6 +31,9 @@ class Played:
 
     def mapped(self, places: int) -> None:
         pass
+
+    def unused(self) -> None:
+        self.told.append(Clear(0))  # no message of its own
 
 
 class Kit:
@@ -123,12 +126,23 @@ async def test_what_is_told_to_go_is_of_no_use_here() -> None:
     kit.index.removed(Removed(encoded([("a", 1), "z"]), [3], "deleted"))
     assert kit.gone == [([("a", 1), "z"], "deleted")]
     assert kit.index.keys_at([3, 4]) == [None, "b"]
-    kit.index.lost()
+    kit.index.lost(10)
     assert kit.gone[1:] == [([], "lost")]
     assert kit.index.keys_at([3, 4]) == [None, None]
     assert kit.index.detached == 2
-    kit.index.release([3, 4])
-    assert kit.index.detached == 0
+    assert kit.index.orphaned([3])
+    # Another owner, whose places have other numbers here.
+    kit.index.renew(16)
+    assert await kit.find(["b"], [3]) == [19]
+    kit.index.release([3, 19])
+    assert kit.owner.told == [Release([3])], "nothing of before"
+    assert kit.keep(["c"], [0]).new == [(0, 16)]
+    asked = len(kit.owner.asked)
+    kit.index.finish([16], ok=True)
+    assert kit.owner.asked[asked][0] == Written(asked, [0], True)
+    kit.index.release([4])
+    assert kit.owner.told[2:] == [Clear(0)]
+    assert (kit.index.detached, kit.index.in_use) == (0, 0)
 
 
 @pytest.mark.asyncio

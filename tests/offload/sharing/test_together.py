@@ -16,6 +16,7 @@ import torch
 
 from aiokv.errors import CapacityError, ClosedError, LayoutMismatch
 from aiokv.offload.events import BlocksRemoved, BlocksStored
+from aiokv.offload.sharing import guest
 from aiokv.offload.sharing.owner import HostPool
 from aiokv.offload.tier import HostTier
 from aiokv.proto.layout import CacheLayout
@@ -425,6 +426,49 @@ async def test_a_pool_that_is_lost_means_misses(tmp_path: Path, kind: str, seed:
         assert await one.tier.store(names("c", 4), list(range(4))) == 0
         assert (await one.tier.exists(names("a", 1)), await one.tier.delete(["a0"])) == (0, 0)
         assert (await one.tier.reset()).blocks == 0
+
+
+@both
+@pytest.mark.asyncio
+async def test_another_owner_is_used_when_there_is_one(
+    tmp_path: Path, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guest, "_FIRST_S", 0.001)
+    path = tmp_path / "pool"
+    pool = await HostPool(path, 30 * BLOCK, segment_bytes=16 * BLOCK).__aenter__()
+    async with tier_on(kind, seed, pool=str(path)) as kit:
+        await kit.tier.store(names("a", 12), list(range(12)))
+        async with kit.tier.lookup(names("a", 12)) as hit:
+            for more in range(1, 3):
+                await pool.aclose()
+                await until(lambda: not kit.tier.statistics().attached)
+                assert await kit.tier.store(names("b", 4), list(range(4))) == 0
+                # In between its blocks are others'.
+                if more == 1:
+                    retry = kit.tier._guest._retry  # type: ignore[union-attr]
+                    retry.cancel()  # type: ignore[union-attr]
+                    async with HostPool(path, 100 * BLOCK):
+                        layout = CacheLayout(groups=GROUPS.groups, model=b"another")
+                        async with tier_on("host", seed, layout=layout, pool=str(path)):
+                            kit.tier._guest._try_again()  # type: ignore[union-attr]
+                            await asyncio.sleep(0.01)
+                            assert not kit.tier.statistics().attached
+                pool = await HostPool(path, 20 * BLOCK, segment_bytes=7 * BLOCK).__aenter__()
+                await until(lambda: kit.tier.statistics().attached)
+                await kit.tier.grown()
+                assert kit.tier.statistics().places == 20
+                assert await kit.found(names("a", 12)) == 0
+                before = kit.content(range(20))
+                assert await kit.tier.store(names("c", 20), list(range(20))) == 20
+                kit.fill(seed + more)
+                assert await kit.get(names("c", 20), range(30, 50)) == 20
+                assert kit.holds(range(30, 50), before)
+                assert kit.tier._pool._old, "what was found before is held on"  # type: ignore[union-attr]
+                assert await kit.tier.load(hit, list(range(12))) == 0
+        assert not kit.tier._pool._old, "its memory was given back"  # type: ignore[union-attr]
+        assert await kit.get(names("c", 20), range(20)) == 20
+        await until(lambda: pool.statistics().places_pinned == 0)
+        await pool.aclose()
 
 
 @pytest.mark.asyncio
