@@ -59,7 +59,7 @@ class Instance:
         self.scheduler._preempt_request = counted
         #: Layers that were told while those behind them were computed.
         self.layers = 0
-        if transfer:
+        if transfer and "tensor_parallel_size" not in options:  # else workers are processes of their own
             self.count_layers()
         #: Blocks of host memory, by hash, as a router that goes by KV events has them.
         self.resident: dict[bytes, list[int]] = {}

@@ -1,0 +1,98 @@
+"""A real vLLM of two ranks, which are processes of their own, with a host tier; and one of one rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+BLOCK = 128
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    drawn = random.Random(seed)
+    return [drawn.randrange(3, 512) for _ in range(tokens)]
+
+
+#: 25 blocks; the caches have 16 each.
+PROMPTS = [prompt(seed, 5 * BLOCK + 20 * seed) for seed in range(5)]
+
+
+@pytest.fixture(scope="module")
+def model(real: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return real.make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(real: ModuleType, model: str) -> list[list[int]]:
+    """What one vLLM without a connector answers."""
+    instance = real.Instance(model)
+    instance.hear(event="up")
+    found = instance.answers(PROMPTS, [None] * len(PROMPTS))
+    instance.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(real: ModuleType, model: str, alone: object) -> Iterator[Any]:
+    instance = real.Instance(
+        model,
+        real.transfer(host_tier="24MiB", decode_ranks=1, layerwise=True),
+        num_gpu_blocks_override=17,
+        disable_log_stats=False,
+        tensor_parallel_size=2,
+    )
+    instance.hear(event="up")
+    yield instance
+    instance.close()
+
+
+@pytest.fixture(scope="module")
+def one(real: ModuleType, model: str, two: object) -> Iterator[Any]:
+    instance = real.Instance(model, real.transfer(decode_ranks=2), disable_log_stats=False)
+    instance.hear(event="up")
+    yield instance
+    instance.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_held(one: Any, two: Any) -> Iterator[None]:
+    """No block is held at the end of a test, and nothing is kept at its start."""
+    for each in (one, two):
+        each.tell("reset", connector=True)
+        assert each.hear(event="reset")["well"]
+    yield
+    for each in (one, two):
+        each.until_free()
+
+
+def loads(instance: Any, kind: str) -> float:
+    instance.tell("figures")
+    found: float = instance.hear(event="figures")[f"vllm:aiokv_{kind}_seconds_count"]
+    return found
+
+
+def test_each_rank_brings_its_share_back(two: Any, alone: list[list[int]]) -> None:
+    before = loads(two, "tier_load")
+    for times in (0, 2):  # each rank tells of its own
+        assert [two.answers([each], [None])[0] for each in PROMPTS] == alone
+        assert loads(two, "tier_load") - before == times * len(PROMPTS)
+
+
+def test_from_two_ranks_to_one(two: Any, one: Any, alone: list[list[int]]) -> None:
+    before = loads(one, "load")
+    for each, answer in zip(PROMPTS, alone, strict=True):
+        assert one.answers([each], two.prefill([each])) == [answer]
+    assert loads(one, "load") - before == len(PROMPTS)
+
+
+def test_from_one_rank_to_two(two: Any, one: Any, alone: list[list[int]]) -> None:
+    before = loads(two, "load")
+    for each, answer in zip(PROMPTS, alone, strict=True):
+        assert two.answers([each], one.prefill([each])) == [answer]
+    assert loads(two, "load") - before == 2 * len(PROMPTS)
