@@ -80,8 +80,7 @@ class TierStatistics:
         places_pinned: Places that a lookup or a copy of this tier holds.
         places_pending: Places that this tier writes.
         pool_bytes: Bytes of memory that the pool has taken.
-        attached: False while the owner of a pool that is shared is lost: nothing is found then, or kept, until
-            there is another one.
+        attached: False while the owner of a pool that is shared is lost: nothing is found then, or kept.
     """
 
     lookups: int

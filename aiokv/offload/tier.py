@@ -46,8 +46,7 @@ class HostTier(Life):
             (``aiokv.offload.policies.Policy``).
         pool: Where a ``HostPool`` of this host is, whose memory and blocks are shared with others of the same
             user; its capacity and policy are the pool's. Hashes are then bytes, str, int, or tuples of these.
-            Where the pool is lost nothing is found, or kept, until there is one again; what goes on ends as it
-            would.
+            Where the pool is lost nothing is found, or kept, until there is one again.
         admission: Which new blocks are worth a place, such as ``SecondSight``; by default all.
         engine: An entered engine of the same cache: blocks that its transfers hold are then refused here, and
             blocks that are on their way here there.
