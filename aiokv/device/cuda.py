@@ -6,7 +6,7 @@ moves; afterwards nothing here allocates, synchronizes or loads a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from aiokv.device.base import Buffer, Stream
@@ -101,6 +101,11 @@ class CudaDevice:
     def costs(self) -> CopyCosts:
         """What ways of copying between this GPU and the host cost; its text is a table."""
         return self._engine.costs
+
+    @property
+    def moved(self) -> Mapping[str, int]:
+        """Bytes that were copied by each way (``cudacosts.PATHS``), as it was chosen."""
+        return self._engine.moved
 
     @property
     def quiet(self) -> CaptureMode:

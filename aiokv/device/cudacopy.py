@@ -14,7 +14,7 @@ from types import MappingProxyType
 import numpy as np
 
 from aiokv.device.base import Buffer, Stream
-from aiokv.device.cudacosts import CopyCosts
+from aiokv.device.cudacosts import PATHS, CopyCosts
 from aiokv.device.cudaends import End, Extents, Fragments, Move, checked, packed, strided
 from aiokv.device.cudakernels import Kernels, Offsets, Side
 from aiokv.device.cudamemory import CudaBuffer, PinnedBuffer, allocate
@@ -62,6 +62,8 @@ class CopyEngine:
         self._context = context
         self.costs = costs
         self.path = path
+        #: Bytes by the way that was chosen for them, the same for all of a chunk.
+        self.moved = dict.fromkeys(PATHS, 0)
         self._offsets = OffsetStore(context, offsets_bytes)
         self.kernels = Kernels(context, self._offsets.address)
         self._staging = allocate(context, staging_bytes, zeroed=False)
@@ -140,7 +142,9 @@ class CopyEngine:
             DeviceError: It could not be submitted, or not all of it: what was is over when an event
                 recorded afterwards on ``stream`` is done.
         """
-        path = path or self._chosen(move, stream)
+        if path is None:
+            path = self._chosen(move, stream)
+            self.moved[path] += move.nbytes
         with self._context.current():
             if path == "staged":
                 self._run_staged(move, stream)

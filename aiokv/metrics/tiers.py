@@ -19,6 +19,16 @@ _COUNTERS: Fields = MappingProxyType(
             "direction",
             {"load": "bytes_loaded", "store": "bytes_stored"},
         ),
+        "device_bytes": (
+            "Bytes that the cache's device has moved, of tiers and engines, by the way that was chosen",
+            "path",
+            {
+                "plain": "bytes_by_plain",
+                "batch": "bytes_by_batch",
+                "staged": "bytes_by_staged",
+                "kernel": "bytes_by_kernel",
+            },
+        ),
         "copy_seconds": (
             "Time of those copies, in sum over their parts",
             "direction",

@@ -6,7 +6,7 @@ places anybody else's. Nothing here waits; whoever does listens to the batch's b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -91,6 +91,11 @@ class Copies:
         """How long a load of so many blocks takes, in seconds, behind what waits already."""
         rate = self.rates[False].value or (_GUESS_GPU if self._rate else _GUESS_HOST)
         return _START_S + (blocks * self._pool.place_bytes + self.waiting_bytes[False]) / rate
+
+    def moved(self, path: str) -> int:
+        """Bytes that the device has moved by one of its ways; 0 where it has none to choose from."""
+        moved: Mapping[str, int] = getattr(self._cache.device, "moved", {})
+        return moved.get(path, 0)
 
     # -- beginning
 

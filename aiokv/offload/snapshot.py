@@ -55,5 +55,9 @@ def snapshot(
         places_pinned=table.in_use,
         places_pending=table.pending,
         pool_bytes=pool.nbytes,
+        bytes_by_plain=copies.moved("plain"),
+        bytes_by_batch=copies.moved("batch"),
+        bytes_by_staged=copies.moved("staged"),
+        bytes_by_kernel=copies.moved("kernel"),
         attached=not table.orphaned(()),
     )

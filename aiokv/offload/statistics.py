@@ -80,6 +80,11 @@ class TierStatistics:
         places_pinned: Places that a lookup or a copy of this tier holds.
         places_pending: Places that this tier writes.
         pool_bytes: Bytes of memory that the pool has taken.
+        bytes_by_plain: Bytes that the cache's device has moved by one DMA for each fragment: of all that is
+            copied there, transfers of engines included. 0 on the host, whose copies go one way.
+        bytes_by_batch: The same by one call for many DMA.
+        bytes_by_staged: The same gathered on the GPU first.
+        bytes_by_kernel: The same by a kernel, within the GPU's memory, too.
         attached: False while the owner of a pool that is shared is lost: nothing is found then, or kept.
     """
 
@@ -113,4 +118,8 @@ class TierStatistics:
     places_pinned: int
     places_pending: int
     pool_bytes: int
+    bytes_by_plain: int
+    bytes_by_batch: int
+    bytes_by_staged: int
+    bytes_by_kernel: int
     attached: bool
