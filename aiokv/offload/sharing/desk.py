@@ -12,7 +12,7 @@ from aiokv.device.host import HostBuffer
 from aiokv.errors import CapacityError, LayoutMismatch, Refused, RemoteProtocolError
 from aiokv.offload.sharing.line import Line
 from aiokv.offload.sharing.messages import Attach, Detach, FromOwner, Refusal, Room, Short, frame, from_guest
-from aiokv.offload.sharing.shares import Guest
+from aiokv.offload.sharing.offers import Guest
 
 if TYPE_CHECKING:
     from aiokv.offload.sharing.owner import HostPool

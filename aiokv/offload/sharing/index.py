@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-from aiokv.errors import AiokvError, LocalProtocolError
+from aiokv.errors import AiokvError
 from aiokv.offload.offered import Offered
 from aiokv.offload.places import Places
 from aiokv.offload.policies import Key
+from aiokv.offload.sharing.held import HeldPlaces
 from aiokv.offload.sharing.keys import decoded, encoded
 from aiokv.offload.sharing.messages import (
     Clear,
@@ -61,7 +62,7 @@ class Owner(Protocol):
         """Whether there is a connection."""
 
 
-class SharedIndex:
+class SharedIndex(HeldPlaces):
     """See ``Index``. Belongs to the loop's thread.
 
     Args:
@@ -70,22 +71,15 @@ class SharedIndex:
     """
 
     def __init__(self, owner: Owner, *, removed: Callable[[Sequence[Key], str], None]) -> None:
+        super().__init__()
         self._owner = owner
         self._on_removed = removed
-        #: Of each place in use here: what is in it, None where that was dropped; how many use it; and, unless
-        #: that is once, how often the owner gave it.
-        self._keys: dict[int, Key | None] = {}
-        self._counts: dict[int, int] = {}
-        self._given: dict[int, int] = {}
         #: What the owner's numbers of places are counted from here; and how many of those in use are those of
         #: an owner that is lost.
         self._base = 0
         self._old = 0
-        #: Those of them that are being written.
-        self._writing: set[int] = set()
         #: Places that were found bad, and how many messages say so that the owner may not have taken yet.
         self._bad: dict[int, int] = {}
-        self.detached = 0
         self.capacity = 0
         #: Free places of the pool, as of the last answer.
         self._free = 0
@@ -96,28 +90,6 @@ class SharedIndex:
     def free(self) -> int:
         """See ``Index``: as last heard, of those that can be used here at most."""
         return min(self._free, self.capacity)
-
-    @property
-    def in_use(self) -> int:
-        """See ``Index``."""
-        return len(self._keys)
-
-    @property
-    def pending(self) -> int:
-        """See ``Index``."""
-        return len(self._writing)
-
-    def key_at(self, place: int) -> Key | None:
-        """See ``BlockTable``."""
-        return self._keys.get(place)
-
-    def keys_at(self, places: Sequence[int]) -> list[Key | None]:
-        """See ``BlockTable``."""
-        return list(map(self._keys.get, places))
-
-    def ready(self, place: int) -> bool:
-        """See ``BlockTable``."""
-        return self._keys.get(place) is not None and place not in self._writing
 
     def orphaned(self, places: Sequence[int]) -> bool:
         """See ``Index``."""
@@ -130,29 +102,9 @@ class SharedIndex:
 
     # -- what is in use here
 
-    def pin(self, places: Sequence[int]) -> None:
-        """See ``BlockTable``."""
-        for place in places:
-            self._counts[place] += 1
-
     def release(self, places: Sequence[int]) -> None:
         """See ``BlockTable``."""
-        keys, counts, given = self._keys, self._counts, self._given
-        back: list[int] = []
-        for place in places:
-            count = counts.get(place, 0)
-            if count > 1:
-                counts[place] = count - 1
-                continue
-            if not count:
-                raise LocalProtocolError(f"place {place} of the host tier was released more often than used")
-            del counts[place]
-            if keys.pop(place) is None:
-                self.detached -= 1
-            back.append(place)
-            if given and place in given:
-                back += [place] * (given.pop(place) - 1)
-        self._give_back(back)
+        self._give_back(self._released(places))
 
     def _give_back(self, places: list[int]) -> None:
         """These are not in use here any more; each as often as it was given."""
@@ -183,7 +135,7 @@ class SharedIndex:
         bad: list[int] = []
         if not ok:
             bad = list(places)
-            self._forget(places, "dropped")
+            self._dropped(places, "dropped")
         if places[0] >= self._base:
             self._distrust(bad)
             self._owner.ask(partial(_written, self._told(places), ok), partial(self._taken, bad))
@@ -192,30 +144,19 @@ class SharedIndex:
     def drop(self, places: Iterable[int], why: str = "dropped") -> list[Key]:
         """See ``BlockTable``."""
         gone = [place for place in places if self.key_at(place) is not None]
-        keys = self._forget(gone, why)
+        keys = self._dropped(gone, why)
         theirs = [place for place in gone if place >= self._base]
         if theirs:
             self._distrust(theirs)
             self._owner.ask(partial(_spoilt, self._told(theirs)), partial(self._taken, theirs))
         return keys
 
-    def _forget(self, places: Iterable[int], why: str) -> list[Key]:
+    def _dropped(self, places: Iterable[int], why: str) -> list[Key]:
         """These are not found any more, nor what they were."""
-        keys: list[Key] = []
-        for place in places:
-            key = self._keys.get(place)
-            if key is not None:
-                keys.append(key)
-                self._keys[place] = None
-                self.detached += 1
+        keys = self._forget(places)
         if keys:
             self._on_removed(keys, why)
         return keys
-
-    def _outdate(self) -> None:
-        """Nothing that is in use here is found any more."""
-        self._keys = dict.fromkeys(self._keys)
-        self.detached = len(self._keys)
 
     def _distrust(self, places: Iterable[int]) -> None:
         for place in places:
@@ -260,35 +201,12 @@ class SharedIndex:
             if self._bad:  # which it did not know yet
                 good = next((at for at, place in enumerate(places) if place in self._bad), good)
             self._take(places[:good], keys)
-            self._return(places[good:])
+            self._give_back(self._useless(places[good:]))
             places = places[:good]
         if found.done():
             self.release(places)
         else:
             found.set_result(Places(places))
-
-    def _take(self, places: Sequence[int], keys: Sequence[Key]) -> None:
-        """These were given, and are in use."""
-        if self._keys.keys().isdisjoint(places):
-            self._keys.update(zip(places, keys, strict=False))
-            self._counts.update(dict.fromkeys(places, 1))
-            return
-        for place, key in zip(places, keys, strict=False):
-            if place in self._keys:
-                self._counts[place] += 1
-                self._given[place] = self._given.get(place, 1) + 1
-            else:
-                self._keys[place], self._counts[place] = key, 1
-
-    def _return(self, places: Sequence[int]) -> None:
-        """These were given, and are of no use."""
-        back: list[int] = []
-        for place in places:
-            if place in self._keys:  # with those that it was given before
-                self._given[place] = self._given.get(place, 1) + 1
-            else:
-                back.append(place)
-        self._give_back(back)
 
     def keep(self, keys: Sequence[Key], parent: Key | None, then: Callable[[Offered], None]) -> None:
         """See ``Index``."""
@@ -310,8 +228,7 @@ class SharedIndex:
                 if place in self._bad:  # it was, when the owner said so; it failed since
                     kept = min(kept, index)
             for index, place in new:
-                self._keys[place], self._counts[place] = keys[index], 1
-                self._writing.add(place)
+                self._write(place, keys[index])
             useless = [place for index, place in new if index >= kept]
             offered = Offered(
                 new=[(index, place) for index, place in new if index < kept],
@@ -360,10 +277,7 @@ class SharedIndex:
 
     def removed(self, message: Removed) -> None:
         """Blocks are not found any more."""
-        for place in self._heard(message.places):
-            if self._keys.get(place) is not None:
-                self._keys[place] = None
-                self.detached += 1
+        self._forget(self._heard(message.places))
         self._on_removed([decoded(name) for name in message.keys], message.why)
 
     def reset(self) -> None:

@@ -15,7 +15,6 @@ about several processes:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from aiokv.errors import RemoteProtocolError
 from aiokv.offload.manager import BlockTable
@@ -38,45 +37,9 @@ from aiokv.offload.sharing.messages import (
     Spoilt,
     Written,
 )
+from aiokv.offload.sharing.offers import Guest, Offers
 
-__all__ = ["Guest", "Shares"]
-
-#: Offers of one guest that wait for others; further ones keep nothing.
-_MOST_WAITING = 1024
-
-
-@dataclass(slots=True, eq=False)
-class Guest:
-    """One attachment of one process.
-
-    Attributes:
-        digest: Names what its blocks hold.
-        say: Sends it a message.
-        limit: Places from the first on that it can use.
-        held: How often each place was given to it.
-        writing: Those of them that it writes.
-        waiting: Its offers that wait for others.
-        there: Whether it hears what it is told.
-    """
-
-    digest: bytes
-    say: Callable[[FromOwner], None]
-    limit: int = 0
-    held: dict[int, int] = field(default_factory=dict)
-    writing: set[int] = field(default_factory=set)
-    waiting: dict[_Waiting, None] = field(default_factory=dict)
-    there: bool = True
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """An offer, and the places that others write."""
-
-    guest: Guest
-    offer: Keep
-    places: set[int]
-    #: It waited when it was looked at the last time.
-    long: bool = False
+__all__ = ["Shares"]
 
 
 class Shares:
@@ -97,8 +60,7 @@ class Shares:
         self.table = BlockTable(policy, admission=admission, removed=self._on_removed, distrusted=distrusted)
         #: Guests that hold anything, or might, those that are not there any more included.
         self.guests: dict[Guest, None] = {}
-        #: Which offers wait for each place, in the order in which they came.
-        self._waiting: dict[int, dict[_Waiting, None]] = {}
+        self._offers = Offers()
         #: Places whose blocks are being dropped, and who knows that already.
         self._dropping: Sequence[int] = ()
         self._knows: Guest | None = None
@@ -115,8 +77,7 @@ class Shares:
     def lost(self, guest: Guest) -> None:
         """It hears nothing any more; what it holds it keeps, as its process may be there."""
         guest.there = False
-        for waiting in list(guest.waiting):
-            self._forget(waiting)
+        self._offers.forget(guest)
 
     def gone(self, guest: Guest) -> None:
         """It touches nothing any more: what it wrote is dropped, and what it held is given back."""
@@ -190,7 +151,8 @@ class Shares:
         names = _named(guest, message.keys)
         others = self._others(guest, names)
         if others:
-            self._wait(guest, message, others)
+            if not self._offers.add(guest, message, others):
+                self._refuse(guest, message)
             return
         parent = None if message.parent is None else guest.digest + message.parent
         within = guest.limit if guest.limit < table.capacity else None
@@ -264,9 +226,9 @@ class Shares:
 
     def _clear(self, guest: Guest, message: Clear) -> None:
         # What waits was offered before, so it isn't kept.
-        for waiting in [each for other in self.guests for each in other.waiting]:
-            self._forget(waiting)
-            self._refuse(waiting.guest, waiting.offer)
+        for other in self.guests:
+            for waiting in self._offers.forget(other):
+                self._refuse(other, waiting.offer)
         count = self.table.reset()
         for other in self.guests:
             if other is not guest and other.there:
@@ -286,54 +248,23 @@ class Shares:
 
     # -- waiting for others
 
-    def _wait(self, guest: Guest, offer: Keep, places: set[int]) -> None:
-        if len(guest.waiting) >= _MOST_WAITING:
-            self._refuse(guest, offer)
-            return
-        waiting = _Waiting(guest, offer, places)
-        guest.waiting[waiting] = None
-        for place in places:
-            self._waiting.setdefault(place, {})[waiting] = None
-
-    def _forget(self, waiting: _Waiting) -> None:
-        waiting.guest.waiting.pop(waiting, None)
-        for place in waiting.places:
-            at = self._waiting[place]
-            del at[waiting]
-            if not at:
-                del self._waiting[place]
-        waiting.places = set()
-
     def _go_on(self, places: Iterable[int]) -> None:
         """These are written, or won't be: who waited for nothing else goes on."""
-        if not self._waiting:
-            return
-        free: list[_Waiting] = []
-        for place in places:
-            for waiting in self._waiting.pop(place, ()):
-                waiting.places.discard(place)
-                if not waiting.places:
-                    free.append(waiting)
-        for waiting in free:
-            del waiting.guest.waiting[waiting]
+        for waiting in self._offers.freed(places):
             self._keep(waiting.guest, waiting.offer)
 
     @property
     def waiting(self) -> bool:
         """Whether an offer waits."""
-        return bool(self._waiting)
+        return bool(self._offers)
 
     def give_up_old(self) -> None:
         """Offers that waited already at the last call wait no longer: who writes may be stopped, for example.
 
         They get what comes before the first block that another writes.
         """
-        for waiting in {each: None for at in list(self._waiting.values()) for each in at}:
-            if not waiting.long:
-                waiting.long = True
-                continue
+        for waiting in self._offers.old():
             guest, offer = waiting.guest, waiting.offer
-            self._forget(waiting)
             names = _named(guest, offer.keys)
             others = {self.table.key_at(place) for place in self._others(guest, names)}
             first = next((at for at, name in enumerate(names) if name in others), len(names))

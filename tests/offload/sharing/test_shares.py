@@ -28,7 +28,8 @@ from aiokv.offload.sharing.messages import (
     Spoilt,
     Written,
 )
-from aiokv.offload.sharing.shares import Guest, Shares
+from aiokv.offload.sharing.offers import Guest
+from aiokv.offload.sharing.shares import Shares
 
 NAMES = [b"a", b"b", b"c", b"d"]
 
@@ -209,7 +210,7 @@ class Machine(RuleBasedStateMachine):
             return
         self.content = dict.fromkeys(self.content)
         self.shares.receive(self.one(data).guest, Clear(self.next()))
-        assert not self.shares._waiting
+        assert not self.shares.waiting
 
     @precondition(lambda self: any(not known.lost for known in self.guests))
     @rule(data=st.data(), chance=RARE)
@@ -254,7 +255,7 @@ class Machine(RuleBasedStateMachine):
         table = self.shares.table
         assert (table.in_use, table.pending, table.detached) == (0, 0, 0)
         assert len(table) + table.free == 6
-        assert not self.shares._waiting
+        assert not self.shares.waiting
 
 
 Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
@@ -262,9 +263,9 @@ TestShares = Machine.TestCase
 
 
 def test_many_offers_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from aiokv.offload.sharing import shares as module
+    from aiokv.offload.sharing import offers
 
-    monkeypatch.setattr(module, "_MOST_WAITING", 3)
+    monkeypatch.setattr(offers, "_MOST", 3)
     shares = Shares(Lru())
     shares.table.grow(4)
     one, ones = attached(shares)
