@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -34,7 +35,8 @@ from aiokv.offload.sharing.messages import (
 )
 from aiokv.offload.sharing.owner import HostPool
 from aiokv.offload.tier import HostTier
-from aiokv.testing.tiers import BLOCK, LAYOUT, names, tier_on
+from aiokv.testing.cancelling import MANNERS, Cancelling, Manner
+from aiokv.testing.tiers import BLOCK, LAYOUT, SMALL, names, tier_on
 
 FORM = (GroupForm(3, BLOCK // 3, "bsthd", False),)
 HELLO = Attach(1, b"d" * 16, FORM)
@@ -113,6 +115,43 @@ async def test_what_can_not_be_meant(tmp_path: Path) -> None:
         async with HostPool(tmp_path / "pool", 1 << 60):
             pass
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.one_loop
+@pytest.mark.asyncio
+async def test_cancelled_at_each_await_of_coming_and_going(tmp_path: Path, manner: Manner) -> None:
+    """Of the owner and of a tier: no socket, memory or descriptor is left."""
+    path = tmp_path / "pool"
+    cache = await asyncio.to_thread(KVCache.allocate, LAYOUT)
+
+    async def owner_alone() -> None:
+        async with HostPool(path, 32 * BLOCK):
+            pass
+
+    async def tier_alone() -> None:
+        async with HostTier(cache, pool=path, settings=SMALL) as tier:
+            await tier.grown()
+
+    async def each_await(work: Callable[[], Coroutine[object, object, None]]) -> AsyncIterator[None]:
+        for at in itertools.count(1):
+            cancelling = Cancelling(at, manner)
+            await asyncio.wait([asyncio.create_task(cancelling(work()))])
+            yield
+            if not cancelling.hit:
+                break
+
+    async for _ in each_await(owner_alone):
+        async with asyncio.timeout(20):
+            while path.exists():  # noqa: ASYNC110 - it is taken away off the loop
+                await asyncio.sleep(0)
+    async with HostPool(path, 32 * BLOCK, segment_bytes=16 * BLOCK) as pool:
+        async for _ in each_await(tier_alone):
+            async with asyncio.timeout(20):
+                while pool.statistics().guests:  # noqa: ASYNC110 - another task's doing
+                    await asyncio.sleep(0)
+        assert pool.statistics().guests_lost == 0
+    cache.close()
 
 
 @pytest.mark.asyncio
