@@ -39,6 +39,10 @@ _HOOKS = (
 )
 
 
+#: Does nothing: its time is that of looking at the clock, in the midst of a model's step.
+_NOTHING = "wait_for_layer_load"
+
+
 def make_model(folder: Path) -> str:
     """Write a Llama of 20 million random weights there."""
     import torch
@@ -97,24 +101,15 @@ class _Instance:
         self._wake = asyncio.Event()
         #: When the first and the last token of each request came (ns).
         self._times: dict[str, list[int]] = {}
-        self._steps = self._hooks_ns = 0
+        self._steps = 0
+        #: Time of each hook (ns), and how often it was called.
+        self._hooks: dict[str, list[int]] = {name: [0, 0] for names in _HOOKS for name in names}
         if transfer is not None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             for connector in (self._scheduler.connector, get_kv_transfer_group()):
-                for name in [name for names in _HOOKS for name in names]:
-                    setattr(connector, name, self._timed(getattr(connector, name)))
-
-    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(hook)
-        def timed(*args: object, **named: object) -> object:
-            began = time.thread_time_ns()
-            try:
-                return hook(*args, **named)
-            finally:
-                self._hooks_ns += time.thread_time_ns() - began
-
-        return timed
+                for name, counted in self._hooks.items():
+                    setattr(connector, name, _timed(getattr(connector, name), counted))
 
     @property
     def busy(self) -> bool:
@@ -141,6 +136,15 @@ class _Instance:
             self._engine.add_request(told["name"], {"prompt_token_ids": told["prompt"]}, sampling)
             self._wake.set()
 
+    def _taken(self) -> float:
+        """Time that hooks took since this was asked last (ns), without that of looking at the clock."""
+        nothing_ns, nothings = self._hooks[_NOTHING]
+        clock_ns = nothing_ns / nothings if nothings else 0.0
+        taken = sum(spent - calls * clock_ns for spent, calls in self._hooks.values())
+        for counted in self._hooks.values():
+            counted[:] = [0, 0]
+        return taken
+
     def step(self) -> None:
         """One step of vLLM; says what is over."""
         outputs = self._engine.step()
@@ -150,7 +154,7 @@ class _Instance:
             times[1 if times else 0 :] = [time.monotonic_ns()]
             if output.finished:
                 del self._times[output.request_id]
-                steps, hooks_ns, self._steps, self._hooks_ns = self._steps, self._hooks_ns, 0, 0
+                steps, hooks_ns, self._steps = self._steps, self._taken(), 0
                 self._line.say(
                     first=times[0],
                     last=times[-1],
@@ -161,3 +165,16 @@ class _Instance:
                 )
         if not outputs:
             time.sleep(0.0002)  # nothing but waiting for KV: leave the core to others
+
+
+def _timed(hook: Callable[..., Any], counted: list[int]) -> Callable[..., Any]:
+    @wraps(hook)
+    def timed(*args: object, **named: object) -> object:
+        began = time.thread_time_ns()
+        try:
+            return hook(*args, **named)
+        finally:
+            counted[0] += time.thread_time_ns() - began
+            counted[1] += 1
+
+    return timed

@@ -120,7 +120,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         #: The scheduler's half; idle in a worker.
         leaving = Leaving(sizes, str(transfer.engine_id), layerwise=self._settings.layerwise)
         self._scheduler = SchedulerHalf(sizes, leaving, tier)
-        #: Numbers of layers, by name; empty until the caches are registered.
+        #: Numbers of layers, by name; empty until the caches are registered, and where nobody asks for them.
         self._layers: dict[str, int] = {}
 
     # -- in a worker
@@ -138,8 +138,9 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             total_heads=total,
             model=fingerprint(config, self._settings.model, kv_caches),
         )
-        names = layer_order([name for group in self._groups for name in group.layers])
-        self._layers = {name: layer for layer, name in enumerate(names)}
+        if self._settings.layerwise:
+            names = layer_order([name for group in self._groups for name in group.layers])
+            self._layers = {name: layer for layer, name in enumerate(names)}
         cache = KVCache.from_tensors(layout, tensors)
         try:
             self._worker = WorkerHalf(cache, self._settings, rank, ranks)
@@ -169,8 +170,11 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:
         """A layer is computed, which may be sent from now on; blocks are offered where they are."""
-        if self._worker is not None and layer_name in self._layers:
-            self._worker.written(self._layers[layer_name], compute_stream)
+        if not self._layers:  # it is called often
+            return
+        layer = self._layers.get(layer_name)
+        if self._worker is not None and layer is not None:
+            self._worker.written(layer, compute_stream)
 
     def wait_for_save(self) -> None:
         """All layers are computed: begin to copy to the host tier what the step has filled."""
@@ -180,9 +184,8 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What came to an end since the last step."""
         found = KVConnectorTransferResults()
-        if self._worker is None:
+        if self._worker is None or (outcome := self._worker.outcome()) is None:
             return found
-        outcome = self._worker.outcome()
         self._figures.add(outcome)
         found.finished_sending, found.finished_recving = outcome.sent, outcome.loaded
         for name, blocks in outcome.failed.items():
@@ -278,6 +281,8 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Metadata:
         """What the workers are to do in this step."""
+        if not self._scheduler.follows:
+            return Metadata(self._scheduler.orders())
         cached = scheduler_output.scheduled_cached_reqs
         self._scheduler.preempted(scheduler_output.preempted_req_ids or ())
         # Those that are new or resumed were told of all their blocks when they got them.

@@ -44,6 +44,10 @@ class Leaving:
         mint: Makes transfer ids, where no router did.
         layerwise: Offer in the step that computes the last of a prompt. With several KV cache groups that
             is done afterwards all the same, since vLLM gives up blocks of theirs meanwhile.
+
+    Attributes:
+        layerwise: Whether it is done.
+        addresses: Addresses of this instance's ranks, in their order; empty until the workers are up.
     """
 
     def __init__(
@@ -57,8 +61,7 @@ class Leaving:
         self._block_sizes = tuple(block_sizes)
         self._engine = engine
         self._mint = mint
-        self._layerwise = layerwise and len(self._block_sizes) == 1
-        #: Addresses of this instance's ranks, in their order; empty until the workers are up.
+        self.layerwise = layerwise and len(self._block_sizes) == 1
         self.addresses: tuple[str, ...] = ()
         #: Requests whose prompt is being computed, with their blocks so far.
         self._growing: dict[str, tuple[Request, list[int]]] = {}
@@ -70,7 +73,7 @@ class Leaving:
     def begun(self, request: Request, blocks: BlockIds) -> None:
         """A request has blocks: all of them, from its first token on."""
         name, params = request.request_id, request.kv_transfer_params or {}
-        wanted = self._layerwise and params.get("do_remote_decode")
+        wanted = self.layerwise and params.get("do_remote_decode")
         if wanted and name not in self._early and name not in self._lost:
             self._growing[name] = (request, list(blocks[0]))
 

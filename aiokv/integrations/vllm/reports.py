@@ -81,8 +81,10 @@ class Reports:
         """One has."""
         self._ended.append(end)
 
-    def take(self) -> Outcome:
-        """What came to an end since the last call."""
+    def take(self) -> Outcome | None:
+        """What came to an end since the last call; None where nothing did."""
+        if not self._ended and not (self._held and self._sent):
+            return None
         found = Outcome()
         while self._ended:
             end = self._ended.popleft()

@@ -34,12 +34,14 @@ class SchedulerHalf:
 
     Attributes:
         leaving: As given.
+        follows: Whether it needs to know what is scheduled, and what is preempted.
     """
 
     def __init__(
         self, block_sizes: Sequence[int], leaving: Leaving, tier: keeping.Keeping | None = None
     ) -> None:
         self.leaving = leaving
+        self.follows = tier is not None or leaving.layerwise
         self._tier = tier
         self._block_sizes = tuple(block_sizes)
         #: What each request is to load that has not begun to, or was found to have nothing to; by request.

@@ -175,8 +175,8 @@ class WorkerHalf:
         if orders.keeps:
             self._hand_over(orders.keeps, stream())
 
-    def outcome(self) -> Outcome:
-        """What came to an end since the last call; each request is in it once. Never blocks."""
+    def outcome(self) -> Outcome | None:
+        """What came to an end since the last call, each request once; None: nothing did. Never blocks."""
         return self._reports.take()
 
     def news(self) -> News | None:

@@ -22,6 +22,7 @@ from aiokv.device.cache import KVCache
 from aiokv.integrations.vllm.keeping import Keeping
 from aiokv.integrations.vllm.layout import Group, cache_layout
 from aiokv.integrations.vllm.leaving import Leaving
+from aiokv.integrations.vllm.reports import Outcome
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.worker import WorkerHalf
@@ -306,7 +307,7 @@ class Played:
             self.cache(request)
 
     def report(self) -> None:
-        outcome, news = self.worker.outcome(), self.worker.news()
+        outcome, news = self.worker.outcome() or Outcome(), self.worker.news()
         self.half.reported(outcome.loaded, [] if news is None else [news])
         for name in outcome.loaded:
             request = self.requests[name]  # it is there, or vLLM's engine ends

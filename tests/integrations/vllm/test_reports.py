@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Recall, Send, Ticket
-from aiokv.integrations.vllm.reports import Ended, Reports
+from aiokv.integrations.vllm.reports import Ended, Outcome, Reports
 
 RECALL = Recall("r", (b"a",), Blocks(0, (4,)))
 LOAD = Load("r", Ticket("t"), ("there",), (Blocks(32, (5, 6)),), 32, 96)
@@ -19,21 +19,21 @@ def test_a_request_is_told_once_all_of_it_is_over() -> None:
     assert outcome.loaded == {"r"}
     assert outcome.failed == {"r": (RECALL.blocks, *LOAD.blocks)}
     assert (outcome.unloaded, outcome.missed) == (1, 0)
-    assert not reports.take().loaded
+    assert reports.take() is None
 
 
 def test_an_early_send_is_told_once_its_request_is_over() -> None:
     reports = Reports()
     sends = [Send(name, Ticket("t"), (Blocks(0, (7,)),), 32, early=True) for name in "abc"]
     reports.add(Ended(sends[0], ()))
-    assert not reports.take().sent
+    assert reports.take() == Outcome()
     reports.expect(Orders(held=["a", "b"], lost=["c"]))
     assert reports.take().sent == {"a"}
     for send in sends[1:]:
         reports.add(Ended(send, send.blocks))
     outcome = reports.take()
     assert (outcome.sent, outcome.unsent) == ({"b"}, 1)
-    assert not reports.take().sent
+    assert reports.take() is None
 
 
 def test_what_was_moved_is_counted() -> None:

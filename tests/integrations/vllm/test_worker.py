@@ -19,6 +19,7 @@ import torch
 from aiokv.device.cache import KVCache
 from aiokv.integrations.vllm.layout import Group, cache_layout
 from aiokv.integrations.vllm.leaving import Leaving
+from aiokv.integrations.vllm.reports import Outcome
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.worker import WorkerHalf
@@ -97,7 +98,7 @@ class Played:
 
     def step(self) -> None:
         self.worker.carry_out(self.half.orders())
-        outcome = self.worker.outcome()
+        outcome = self.worker.outcome() or Outcome()
         self.half.reported(list(outcome.loaded))
         for name in outcome.loaded:
             del self.loading[name]  # it is there, or vLLM's engine ends
