@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
 import msgspec
 
@@ -112,15 +112,36 @@ class ConnectorSettings:
 
     def at_rank(self, rank: int) -> Config:
         """The engine of one rank: where a port is given, rank 0 has it and the others those behind it."""
-        scheme, _, rest = canonical(self.engine.bind).partition("://")
-        host, _, port = rest.rpartition(":")
-        if int(port) == 0 or rank == 0:
+        if rank == 0 or _port(self.engine.bind) == 0:
             return self.engine
-        return msgspec.structs.replace(self.engine, bind=f"{scheme}://{host}:{int(port) + rank}")
+        bind, told = behind(canonical(self.engine.bind), rank), self.engine.advertise
+        return msgspec.structs.replace(
+            self.engine, bind=bind, advertise=told and (behind(told, rank) if _port(told) else told)
+        )
+
+    def registered(self, address: str, ranks: int) -> list[str]:
+        """Addresses of all ranks, by that of rank 0.
+
+        Raises:
+            ValueError: They can't be known, as ``bind`` has no port.
+        """
+        if ranks > 1 and _port(self.engine.bind) == 0:
+            raise ValueError(
+                "kv_connector_extra_config: router: an instance of several ranks needs a bind with a port, "
+                'such as "tcp://127.0.0.1:7100", so that rank 0 knows where the others are'
+            )
+        return [behind(address, rank) for rank in range(ranks)]
 
 
-def _positive(value: SupportsIndex) -> int:
-    return whole(value, "it", 1)
+def behind(address: str, count: int) -> str:
+    """The same address, so many ports further."""
+    where, mark, key = address.partition("#")
+    host, _, port = where.rpartition(":")
+    return f"{host}:{int(port) + count}{mark}{key}"
+
+
+def _port(bind: str) -> int:
+    return int(canonical(bind).rpartition(":")[2])
 
 
 def _registration(value: object) -> Registration:

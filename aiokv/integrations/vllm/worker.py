@@ -102,9 +102,7 @@ class WorkerHalf:
                     timeout=self._settings.load_timeout,
                 )
                 self._tiering = await stack.enter_async_context(tiering)
-            if (given := self._settings.router) is not None:
-                if ranks > 1:
-                    raise ValueError("router: an instance of several ranks can't register itself yet")
+            if (given := self._settings.router) is not None and rank == 0:
                 # vLLM's server knows nothing of the router's tokens: that it is healthy must do.
                 instance = Instance(
                     given.address,
@@ -112,7 +110,7 @@ class WorkerHalf:
                     http=given.http,
                     models=given.models,
                     fingerprint=_fingerprint(self._cache.layout),
-                    engine=engine.address,
+                    engine=self._settings.registered(engine.address, ranks),
                     probe="/health",
                     bind=given.bind,
                 )

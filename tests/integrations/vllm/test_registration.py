@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
@@ -38,13 +39,19 @@ async def health() -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-def worker(control: str, role: str, http: str, ranks: int = 1) -> WorkerHalf:
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def worker(control: str, role: str, http: str, ranks: int = 1, **more: object) -> WorkerHalf:
     layout = CacheLayout.attention(
         layers=2, blocks=4, block_size=32, heads=2, head_size=8, dtype="float32", axes="bhtsd"
     )
     cache = KVCache.from_tensors(layout, [torch.zeros(4, 2, 32, 16) for _ in range(2)])
     told = {"address": control, "role": role, "http": http, "models": ["tiny"]}
-    settings = ConnectorSettings.read({"transports": ["tcp"], "router": told})
+    settings = ConnectorSettings.read({"transports": ["tcp"], "router": told, **more})
     try:
         return WorkerHalf(cache, settings, ranks=ranks)
     except ValueError:
@@ -75,6 +82,18 @@ async def test_a_pair_makes_itself_known(health: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_ranks_cannot_yet(health: str) -> None:
-    with pytest.raises(ValueError, match="several ranks"):
-        await asyncio.to_thread(worker, "tcp://127.0.0.1:1", "prefill", health, 2)
+async def test_ranks_are_known_by_the_first(health: str) -> None:
+    """It knows where the others are, as their ports are in a row."""
+    from aiokv.router.server import Router
+
+    with pytest.raises(ValueError, match="needs a bind with a port"):
+        await asyncio.to_thread(worker, "tcp://127.0.0.1:1", "prefill", health, ranks=2)
+    async with Router(http="127.0.0.1:0", control="tcp://127.0.0.1:0") as router:
+        port = free_port()
+        bind = f"tcp://127.0.0.1:{port}"
+        half = await asyncio.to_thread(worker, router.control, "prefill", health, ranks=2, bind=bind)
+        while not router.registry.members:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        (member,) = router.registry.members.values()
+        assert member.report.engines == (bind, f"tcp://127.0.0.1:{port + 1}")
+        await asyncio.to_thread(half.close)

@@ -44,3 +44,9 @@ def test_ranks_take_ports_in_a_row() -> None:
     fixed = ConnectorSettings.read({"bind": "tcp://127.0.0.1:7000"})
     assert [fixed.at_rank(rank).bind for rank in (0, 2)] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7002"]
     assert ConnectorSettings.read({}).at_rank(2).bind == "tcp://127.0.0.1:0"
+    behind_nat = ConnectorSettings.read({"bind": "tcp://10.0.0.1:7000", "advertise": "tcp://192.0.2.1:8000"})
+    assert behind_nat.at_rank(1).advertise == "tcp://192.0.2.1:8001"
+    assert fixed.registered("tcp://127.0.0.1:7000#KEY", 2) == [
+        "tcp://127.0.0.1:7000#KEY",
+        "tcp://127.0.0.1:7001#KEY",
+    ]
