@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakSet
 
-import numpy as np
-
 from aiokv.device.cache import KVCache
 from aiokv.device.poller import CompletionPoller
 from aiokv.device.submission import Submissions
@@ -27,9 +25,10 @@ from aiokv.offload.events import BlocksRemoved, Events, stored
 from aiokv.offload.following import Followers
 from aiokv.offload.index import Index
 from aiokv.offload.integrity import Integrity
+from aiokv.offload.loading import Loading
 from aiokv.offload.offered import Offered
 from aiokv.offload.policies import Key
-from aiokv.offload.progress import Progress, Run, runs_of
+from aiokv.offload.progress import Progress, runs_of
 from aiokv.offload.segments import Segments
 from aiokv.offload.settings import TierSettings
 from aiokv.offload.snapshot import snapshot
@@ -98,8 +97,7 @@ class Traffic:
         self._integrity = Integrity(self.table, self.checksums, self._on_changed)
         #: Which store writes each pending place, and which of its blocks that is.
         self._storing: dict[int, tuple[Batch, int]] = {}
-        #: Which load writes each block of the cache's first group.
-        self._loading: dict[int, tuple[Batch, int]] = {}
+        self._loading = Loading(pool.ratios)
         #: Parts of loads that wait for a store.
         self._blocked: dict[Part, Batch] = {}
         #: What callers wait for, as long as they do.
@@ -138,12 +136,7 @@ class Traffic:
         # What turned out to be bad since it was found is a miss.
         if self.table.detached and None in (keys := self.table.keys_at(places)):
             places = places[: keys.index(None)]
-        runs: list[Run] = []
-        fresh: list[int] = []
-        if self._loading:
-            self._join(places, wanted, runs, fresh)
-        else:
-            fresh.extend(range(len(places)))
+        runs, fresh = self._loading.join(places, wanted)
         own: list[Batch] = []
         if fresh:
             batch = self._begin_load(places, wanted, fresh)
@@ -157,24 +150,6 @@ class Traffic:
             # When many come at once, the copies that they wait for would have to wait for all of them.
             self._submissions.go_on()
         return self._followed(Progress.of(runs, own))
-
-    def _join(self, places: Sequence[int], wanted: Wanted, runs: list[Run], fresh: list[int]) -> None:
-        """Find what is on its way to the same blocks already; the rest is ``fresh``, and None in ``runs``."""
-        index, firsts = 0, wanted.blocks[0].ids[:: self._ratios[0]]
-        while index < len(places):
-            other = self._loading.get(int(firsts[index]))
-            same = 0 if other is None else self._same(*other, places, wanted, index)
-            if other is not None and same:
-                runs.append((other[0], other[1], other[1] + same))
-                index += same
-                continue
-            at = len(fresh)
-            if runs and runs[-1][0] is None:
-                runs[-1] = (None, runs[-1][1], at + 1)
-            else:
-                runs.append((None, at, at + 1))
-            fresh.append(index)
-            index += 1
 
     def _begin_load(self, places: Sequence[int], wanted: Wanted, fresh: Sequence[int]) -> Batch:
         places = [places[index] for index in fresh]
@@ -194,8 +169,7 @@ class Traffic:
             cuts=cuts,
         )
         self.table.pin(places)
-        firsts = batch.blocks[0].ids[:: self._ratios[0]].tolist()
-        self._loading.update((first, (batch, index)) for index, first in enumerate(firsts))
+        self._loading.add(batch)
         batch.keys = self.table.keys_at(places)
         for part in batch.parts:
             writer = writers[part.lo]
@@ -206,23 +180,6 @@ class Traffic:
                 self.counts.joined_blocks += part.hi - part.lo
                 self.copies.promote(writer[0])
         return batch
-
-    def _same(self, batch: Batch, at: int, places: Sequence[int], wanted: Wanted, index: int) -> int:
-        """How many blocks from ``index`` on another load, from its own ``at`` on, brings to the same ones."""
-        count = min(len(batch.places) - at, len(places) - index)
-        if batch.stopped:
-            return 0
-        if batch.places[at : at + count] == places[index : index + count]:
-            same = np.ones(count, np.bool_)
-        else:
-            same = np.array(batch.places[at : at + count]) == np.array(places[index : index + count])
-        for theirs, ours, ratio in zip(batch.blocks, wanted.blocks, self._ratios, strict=True):
-            equal = (
-                theirs.ids[at * ratio : (at + count) * ratio]
-                == ours.ids[index * ratio : (index + count) * ratio]
-            )
-            same &= equal if ratio == 1 else equal.reshape(count, ratio).all(axis=1)
-        return count if same.all() else int(same.argmin())
 
     def store(self, call: Stored, wanted: Wanted) -> Progress:
         """Begin to keep blocks, but for those that are kept, or on their way, already."""
@@ -304,10 +261,7 @@ class Traffic:
         if batch.store:
             self._stored(batch, part, places, across=across)
             return
-        firsts = batch.blocks[0].ids[part.lo * self._ratios[0] : part.hi * self._ratios[0] : self._ratios[0]]
-        for first in firsts.tolist():
-            if self._loading.get(first, (None, 0))[0] is batch:
-                del self._loading[first]
+        self._loading.over(batch, part)
         self._blocked.pop(part, None)
         if not across:
             self.table.release(places)

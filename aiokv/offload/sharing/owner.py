@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 from aiokv.device.host import HostBuffer, available_bytes
 from aiokv.device.offloop import off_loop
@@ -32,6 +32,8 @@ from aiokv.offload.sharing.shares import Shares
 from aiokv.transports.staging_shared import shared
 
 __all__ = ["HostPool", "PoolStatistics"]
+
+_T = TypeVar("_T")
 
 _log = logging.getLogger("aiokv")
 
@@ -154,12 +156,12 @@ class HostPool:
                 f"capacity: {self._capacity} bytes of host memory, and {available} are available"
             )
         binding = off_loop(partial(bound, self.path), "aiokv-pool")
-        try:
-            self._sock = await asyncio.shield(binding)
-        except asyncio.CancelledError:
-            binding.add_done_callback(partial(_unbound, self.path))
-            raise
-        self._state = "open"
+        cancelled = await _over(binding)
+        sock = binding.result()
+        if cancelled is not None:
+            await _over(off_loop(partial(unbound, self.path, sock), "aiokv-pool"))
+            raise cancelled
+        self._sock, self._state = sock, "open"
         asyncio.get_running_loop().add_reader(self._sock.fileno(), self._accept)
         return self
 
@@ -183,21 +185,11 @@ class HostPool:
                 timer.cancel()
         for desk in list(self._desks):
             desk.close()
-        unbinding = off_loop(partial(unbound, self.path, sock), "aiokv-pool")
-        cancelled: asyncio.CancelledError | None = None
-        for waited in (self._growing, unbinding):
-            while waited is not None and not waited.done():
-                try:
-                    await asyncio.wait([waited])
-                except asyncio.CancelledError as error:
-                    cancelled = error
-        segments, self._segments = self._segments, []
-        closing = off_loop(partial(_close_all, [buffer for _, buffer in segments]), "aiokv-pool")
-        while not closing.done():
-            try:
-                await asyncio.shield(closing)
-            except asyncio.CancelledError as error:
-                cancelled = error
+        cancelled = await _over(off_loop(partial(unbound, self.path, sock), "aiokv-pool"))
+        if self._growing is not None:
+            cancelled = await _over(self._growing) or cancelled
+        buffers, self._segments = [buffer for _, buffer in self._segments], []
+        cancelled = await _over(off_loop(partial(_close_all, buffers), "aiokv-pool")) or cancelled
         if cancelled is not None:
             raise cancelled
 
@@ -332,10 +324,15 @@ class HostPool:
         _log.error("the host pool's policy failed and was replaced by LRU: %r", error)
 
 
-def _unbound(path: str, binding: asyncio.Future[socket.socket]) -> None:
-    """Give up a socket that nobody waited for."""
-    if not binding.cancelled() and binding.exception() is None:
-        _ = off_loop(partial(unbound, path, binding.result()), "aiokv-pool")
+async def _over(waited: asyncio.Future[_T]) -> asyncio.CancelledError | None:
+    """Wait until something is over, also when this is cancelled meanwhile, which it then gives."""
+    cancelled: asyncio.CancelledError | None = None
+    while not waited.done():
+        try:
+            await asyncio.wait([waited])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
 
 
 def _close_all(buffers: list[HostBuffer]) -> None:

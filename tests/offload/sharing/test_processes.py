@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -251,6 +252,58 @@ async def _work(users: Users) -> None:
     users.free = list(range(40))
     for _ in range(60):
         await users.request()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.asyncio
+async def test_killed_stopped_and_begun_again_at_random(
+    parent: subprocess.Popen[bytes], tmp_path: Path, seed: int
+) -> None:
+    """Workers and owners: never a wrong byte, which would end a worker, and never a wait without end."""
+    draw = random.Random(seed)
+    path = str(tmp_path / "pool")
+    async with children(parent, tmp_path) as begin:
+        working: dict[Child, asyncio.Future[bytes]] = {}
+        loaded = 0
+
+        async def own() -> Child:
+            made = await begin()
+            assert await made("own", path=path, blocks=draw.choice([20, 40, 70])) is None
+            return made
+
+        async def end(child: Child) -> None:
+            child.signal(signal.SIGKILL)
+            with contextlib.suppress(ConnectionError):
+                await (working.pop(child) if child in working else child.reader.readline())
+
+        def work(child: Child) -> None:
+            child.order("work", requests=draw.choice([20, 100, 400]))
+            working[child] = asyncio.ensure_future(child.reader.readline())
+
+        owner = await own()
+        for _ in range(150):
+            while len(working) < 4:
+                worker = await begin()
+                assert await worker("enter", path=path, kind=draw.choice(["host", "mocked"])) is None
+                work(worker)
+            await asyncio.sleep(draw.random() * 0.1)
+            chosen = draw.choice([owner, *working, *working])
+            if draw.random() < 0.4:
+                chosen.signal(signal.SIGSTOP)
+                await asyncio.sleep(draw.random() * 0.1)
+            if draw.random() < 0.4:
+                await end(chosen)
+                if chosen is owner:
+                    owner = await own()
+            chosen.signal(signal.SIGCONT)
+            for worker, line in list(working.items()):
+                if line.done():
+                    loaded += json.loads(line.result())
+                    work(worker)
+        for child in list(working):
+            await end(child)
+        assert loaded > 0
 
 
 @pytest.mark.may_block("starts a process")
