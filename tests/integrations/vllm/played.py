@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from aiokv.device.cache import KVCache
 from aiokv.integrations.vllm.keeping import Keeping
 from aiokv.integrations.vllm.layout import Group, cache_layout
 from aiokv.integrations.vllm.leaving import Leaving
+from aiokv.integrations.vllm.news import News
 from aiokv.integrations.vllm.reports import Outcome
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
@@ -66,11 +67,17 @@ class Request:
     waits: bool = False
     #: Blocks that the load left empty; None while it isn't reported.
     empty: set[int] | None = None
+    #: All tokens, those included that the scheduler hasn't heard of; and how many those are.
+    truth: list[int] = field(default_factory=list)
+    unheard: int = 0
+    #: Another one after each preemption: what is on its way then counts no more.
+    life: int = 0
     over: bool = False
     said: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.truth = list(self.prompt)
         self.hash()
 
     @property
@@ -92,11 +99,31 @@ class Request:
 
 
 class Played:
-    """One instance."""
+    """One instance.
+
+    Args:
+        name: Of the instance.
+        blocks: Of the cache, with the one that vLLM never gives to anybody.
+        budget: Tokens that a step computes at most.
+        events: Whether the host tier's changes are to be told.
+        ahead: As with vLLM's asynchronous scheduling, a step is put together before it is known what came
+            of the one before.
+        extra: As in ``kv_connector_extra_config``.
+    """
 
     def __init__(
-        self, name: str = "one", *, blocks: int = 24, budget: int = 64, events: bool = False, **extra: object
+        self,
+        name: str = "one",
+        *,
+        blocks: int = 24,
+        budget: int = 64,
+        events: bool = False,
+        ahead: bool = False,
+        **extra: object,
     ) -> None:
+        self.ahead = ahead
+        #: What came of steps, as far as the scheduler hasn't heard of it.
+        self.unheard: deque[tuple[list[tuple[Request, int, int]], Outcome, News | None]] = deque()
         # As on a CPU: all layers are views of one storage, K and V joined.
         storage = torch.zeros(len(LAYERS), blocks, 2, SIZE, 16)
         self.tensors = dict(zip(LAYERS, storage, strict=True))
@@ -148,7 +175,7 @@ class Played:
         request.blocks = []
 
     def cache(self, request: Request) -> None:
-        for at in range(request.num_computed_tokens // SIZE):
+        for at in range(min(request.num_computed_tokens // SIZE, len(request.block_hashes))):
             name, block = request.block_hashes[at], request.blocks[at]
             if name not in self.cached and block not in self.names:
                 self.cached[name], self.names[block] = block, name
@@ -199,26 +226,47 @@ class Played:
         for request, (tokens, new) in scheduled.items():
             self.half.scheduled(request, tokens, new)
         orders = self.half.orders()
+        chosen = []
+        for name, (tokens, _) in scheduled.items():
+            request = self.requests[name]
+            chosen.append((request, request.num_computed_tokens, tokens))
+            request.num_computed_tokens += tokens
+            if request.num_computed_tokens == len(request.tokens) + request.unheard:
+                request.unheard += 1
         self.worker.before(orders)
-        chosen = [(self.requests[name], tokens) for name, (tokens, _) in scheduled.items()]
         self.compute(chosen)
         self.worker.carry_out(orders)
         self.worker.computed(orders)
         self.recalled += sum(len(each.hashes) for each in orders.recalls)
-        for request, _ in chosen:
-            if request.num_computed_tokens == len(request.tokens):
-                request.tokens.append(_numbers(request.tokens, self.weights)[-1] % 50)
-                request.hash()
-                if len(request.answered) == request.wanted:
-                    self.running.remove(request)
-                    self.end(request, complete=True)
-        self.report()
+        self.unheard.append((self.sample(chosen), self.worker.outcome() or Outcome(), self.worker.news()))
+        while len(self.unheard) > (self.ahead and bool(chosen)):
+            self.hear(*self.unheard.popleft())
+
+    def sample(self, chosen: list[tuple[Request, int, int]]) -> list[tuple[Request, int, int]]:
+        found = []
+        for request, first, tokens in chosen:
+            if first + tokens == len(request.truth):
+                request.truth.append(_numbers(request.truth, self.weights)[-1] % 50)
+                found.append((request, request.life, request.truth[-1]))
+        return found
+
+    def hear(self, sampled: list[tuple[Request, int, int]], outcome: Outcome, news: News | None) -> None:
+        for request, life, token in sampled:
+            if request.over or request.life != life:
+                continue
+            request.tokens.append(token)
+            request.unheard -= 1
+            request.hash()
+            if len(request.answered) == request.wanted:
+                self.running.remove(request)
+                self.end(request, complete=True)
+        self.report(outcome, news)
 
     def schedule(self) -> dict[str, tuple[int, list[int]]]:
         found: dict[str, tuple[int, list[int]]] = {}
         budget, before = self.budget, self.preempted
         for request in list(self.running):
-            tokens = min(len(request.tokens) - request.num_computed_tokens, budget)
+            tokens = min(len(request.tokens) + request.unheard - request.num_computed_tokens, budget)
             if request not in self.running or not tokens:
                 continue
             had = len(request.blocks)
@@ -239,7 +287,9 @@ class Played:
         self.preempted += 1
         self.taken.add(request.request_id)
         self.give(request)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.unheard = 0
+        request.truth = list(request.tokens)
+        request.life += 1
         self.waiting.insert(0, request)
 
     def admit(self, found: dict[str, tuple[int, list[int]]], budget: int) -> None:
@@ -289,11 +339,11 @@ class Played:
             self.give(request)
         request.num_computed_tokens = min(request.num_computed_tokens, len(request.tokens) - 1)
 
-    def compute(self, chosen: list[tuple[Request, int]]) -> None:
+    def compute(self, chosen: list[tuple[Request, int, int]]) -> None:
         for layer, tensor in enumerate(self.tensors.values()):
-            for request, tokens in chosen:
-                first, last = request.num_computed_tokens, request.num_computed_tokens + tokens
-                wanted = np.array(_numbers(request.tokens[:last], self.weights), np.float32)
+            for request, first, tokens in chosen:
+                last = first + tokens
+                wanted = np.array(_numbers(request.truth[:last], self.weights), np.float32)
                 content = tensor.numpy()  # torch takes long for little, where others take the cores
                 there = content[request.blocks].transpose(0, 2, 1, 3).reshape(-1, 2 * 16)
                 assert (there[:first] == wanted[:first, None]).all(), f"{request.request_id} reads another's"
@@ -301,13 +351,11 @@ class Played:
                 blocks = np.array(request.blocks)[at // SIZE]
                 content[blocks, :, at % SIZE] = wanted[first:, None, None]
             self.worker.written(layer)
-        for request, tokens in chosen:
+        for request, _, tokens in chosen:
             self.computed += tokens
-            request.num_computed_tokens += tokens
             self.cache(request)
 
-    def report(self) -> None:
-        outcome, news = self.worker.outcome() or Outcome(), self.worker.news()
+    def report(self, outcome: Outcome, news: News | None) -> None:
         self.half.reported(outcome.loaded, [] if news is None else [news])
         for name in outcome.loaded:
             request = self.requests[name]  # it is there, or vLLM's engine ends
@@ -325,7 +373,7 @@ class Played:
         """Step until nothing is left to do."""
         pause = threading.Event()
         sides = (self, *others)
-        while any(side.requests or side.half.pending for side in sides):
+        while any(side.requests or side.unheard or side.half.pending for side in sides):
             for side in sides:
                 side.step()
             pause.wait(0.0005)  # as a step of a model would

@@ -38,11 +38,12 @@ def told(left: Any, name: str = "t") -> tuple[dict[str, Any], dict[str, Any]]:
     return {"do_remote_decode": True, "transfer_id": name}, there
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("budget", [16, 64, 1000])
 def test_it_is_offered_in_the_step_that_computes_the_last_of_it(
-    make: Make, played: ModuleType, budget: int
+    make: Make, played: ModuleType, budget: int, ahead: bool
 ) -> None:
-    left, right = pair(make, budget=budget)
+    left, right = pair(make, budget=budget, ahead=ahead)
     here, there = told(left)
     request = right.add("b", ASKED, 4, there)
     right.step()
@@ -83,10 +84,11 @@ def test_a_request_that_goes_on_is_not_reported_before_it_is_over(make: Make, pl
     assert not any(left.users)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("fetched", [False, True])
-def test_given_up_at_any_time(make: Make, played: ModuleType, seed: int, fetched: bool) -> None:
+def test_given_up_at_any_time(make: Make, played: ModuleType, seed: int, fetched: bool, ahead: bool) -> None:
     """Blocks are held until nobody reads them, and reported once."""
-    left, right = pair(make)
+    left, right = pair(make, ahead=ahead)
     drawn = random.Random(seed)
     for number in range(10):
         here, there = told(left, str(number))
@@ -102,11 +104,12 @@ def test_given_up_at_any_time(make: Make, played: ModuleType, seed: int, fetched
         assert request is None or request.answered == played.answer(asked, 2)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 def test_blocks_that_are_taken_away_are_quiet_before_they_are_written(
-    make: Make, played: ModuleType, seed: int
+    make: Make, played: ModuleType, seed: int, ahead: bool
 ) -> None:
     """A request that is preempted while it is sent costs its reader a computation, and never a wrong byte."""
-    left, right = pair(make, blocks=14)
+    left, right = pair(make, blocks=14, ahead=ahead)
     drawn = random.Random(seed)
     asked = [[drawn.randrange(50) for _ in range(2 * SIZE + 20)] for _ in range(5)]
     ours = []

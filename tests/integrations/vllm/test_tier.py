@@ -174,9 +174,10 @@ def test_a_copy_that_fails_costs_a_computation(
     assert one.recalled == 10
 
 
-def test_given_up_at_any_time(make: Make, seed: int) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_given_up_at_any_time(make: Make, seed: int, ahead: bool) -> None:
     """Whatever the moment: one report, and no block held (vllm#46283, vllm#49118)."""
-    one = make()
+    one = make(ahead=ahead)
     one.answer(ASKED)
     drawn = random.Random(seed)
     for number in range(20):
@@ -190,9 +191,10 @@ def test_given_up_at_any_time(make: Make, seed: int) -> None:
         assert not any(one.users)
 
 
-def test_preempted_requests_come_back(make: Make, played: ModuleType) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_preempted_requests_come_back(make: Make, played: ModuleType, ahead: bool) -> None:
     """Also while their copies go on (vllm#46014)."""
-    one = make(blocks=12)
+    one = make(blocks=12, ahead=ahead)
     asked = [prompt(10 + number, SIZE + 20) for number in range(6)]
     requests = [one.add(str(number), each, 2 * SIZE) for number, each in enumerate(asked)]
     one.settle()
@@ -287,13 +289,14 @@ def test_after_it_was_closed_everything_is_reported(make: Make, played: ModuleTy
     assert not any(one.users)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_never_a_wrong_byte(
-    make: Make, played: ModuleType, seed: int, policy: str, monkeypatch: pytest.MonkeyPatch
+    make: Make, played: ModuleType, seed: int, policy: str, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Conversations that share beginnings, in too small a cache and tier; aborts, resets and slow copies."""
     drawn = random.Random(seed)
-    one = make(tier=20, blocks=16, host_tier_policy=policy)
+    one = make(tier=20, blocks=16, host_tier_policy=policy, ahead=ahead)
     store = one.worker._tiering.tier.store
 
     async def slow(*args: Any, **named: Any) -> int:
