@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 from aiokv.device.host import HostBuffer
 from aiokv.errors import CapacityError, LayoutMismatch, Refused, RemoteProtocolError
 from aiokv.offload.sharing.line import Line
-from aiokv.offload.sharing.messages import Attach, Detach, FromOwner, Refusal, Room, Short, frame, from_guest
+from aiokv.offload.sharing.messages import (
+    Attach,
+    Detach,
+    FromOwner,
+    Quit,
+    Refusal,
+    Room,
+    Short,
+    frame,
+    from_guest,
+)
 from aiokv.offload.sharing.offers import Guest
 
 if TYPE_CHECKING:
@@ -31,6 +41,8 @@ class Desk:
         #: A pidfd: can be read once the process is gone.
         self._watch = watch
         self._guest: Guest | None = None
+        #: See ``Welcome``; -1 before.
+        self.ticket = -1
         self._line = Line(sock, self._received, self._lost)
         self._loop.add_reader(watch, self._gone)
 
@@ -62,8 +74,9 @@ class Desk:
                 raise RemoteProtocolError("it says something else before it attaches")
             self._attach(message)
         elif isinstance(message, Detach):
-            self._line.close()
-            self._free()
+            self.free()
+        elif isinstance(message, Quit):
+            self._pool.quit(message.ticket)
         else:
             self._pool.shares.receive(self._guest, message)
             self._pool.heard()
@@ -75,6 +88,7 @@ class Desk:
             kind = {LayoutMismatch: "layout", CapacityError: "capacity"}.get(type(error), "refused")
             self.say(Refusal(kind, str(error)))
             return
+        self.ticket = welcome.ticket
         self._guest = self._pool.shares.attach(message.digest, self.say)
         self.say(welcome)
         for room, fd in self._pool.rooms():
@@ -97,10 +111,11 @@ class Desk:
         closed: a GPU's driver has stopped its copies by then.
         """
         self._line.drain()  # it may have said that it has written something, and that it is done
-        self._line.close()
-        self._free()
+        self.free()
 
-    def _free(self) -> None:
+    def free(self) -> None:
+        """The process touches nothing any more of what it holds here."""
+        self._line.close()
         guest, self._guest = self._guest, None
         self._end()
         if guest is not None:

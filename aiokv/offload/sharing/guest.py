@@ -30,6 +30,7 @@ from aiokv.offload.sharing.messages import (
     FromGuest,
     Kept,
     Mapped,
+    Quit,
     Refusal,
     Removed,
     Reset,
@@ -82,6 +83,11 @@ class Guest:
         #: Tries again, where the owner was lost; None while there is one. And after how many seconds.
         self._retry: asyncio.TimerHandle | None = None
         self._delay = _FIRST_S
+        #: Of the attachment that there is, and of those that were lost, of which things may be in use here.
+        self._ticket = -1
+        self._owed: list[int] = []
+        #: Whether nothing of these is.
+        self._idle = True
         #: See ``serve``.
         self._index: SharedIndex | None = None
         self._reset: Callable[[], None] | None = None
@@ -150,6 +156,8 @@ class Guest:
             quiet: Nothing is in flight. Else the owner keeps what is held here until this process is gone.
         """
         if quiet and self._line is not None:
+            self._idle = True
+            self._quit()
             self._line.send(frame(Detach()))
         self._state = "closed"
         if self._retry is not None:
@@ -205,6 +213,15 @@ class Guest:
     def unused(self) -> None:
         """See ``Owner``."""
         self._pool.forget()
+        self._idle = True
+        self._quit()
+
+    def _quit(self) -> None:
+        """Say that nothing of what was lost is in use: the owner may be the same, and hold it till then."""
+        if self._idle and self.there:
+            for ticket in self._owed:
+                self.tell(Quit(ticket))
+            self._owed.clear()
 
     # -- hearing
 
@@ -243,7 +260,8 @@ class Guest:
                 except LayoutMismatch as error:
                     self._denied(error)
                     return
-                self._state = "there"
+                self._state, self._ticket = "there", message.ticket
+                self._quit()
                 if self._retry is not None:
                     self._retry.cancel()
                     self._retry, self._delay = None, _FIRST_S
@@ -270,6 +288,8 @@ class Guest:
             self._welcome.set_exception(PeerLostError(f"the pool at {self._path} is lost: {reason}"))
         if was == "there" and self._index is not None and self._lost is not None:
             self._pool.lose()
+            self._idle = False
+            self._owed.append(self._ticket)
             self._index.lost(self._pool.base)
             self._lost(reason)
             self._retry = asyncio.get_running_loop().call_later(self._delay, self._try_again)

@@ -80,6 +80,7 @@ class SharedIndex(HeldPlaces):
         self._old = 0
         #: Places that were found bad, and how many messages say so that the owner may not have taken yet.
         self._bad: dict[int, int] = {}
+        self._owes_reset = False
         self.capacity = 0
         #: Free places of the pool, as of the last answer.
         self._free = 0
@@ -258,7 +259,12 @@ class SharedIndex(HeldPlaces):
     async def clear(self) -> int:
         """See ``Index``."""
         self._outdate()
-        return await self._number(Clear, self.reset)
+        self._owes_reset = True  # to the next owner, if it isn't answered: that may be the same one
+        return await self._number(Clear, self._cleared)
+
+    def _cleared(self) -> None:
+        self.reset()
+        self._owes_reset = not self._owner.there
 
     async def _number(self, make: Callable[[int], FromGuest], first: Callable[[], None] | None = None) -> int:
         answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -301,6 +307,8 @@ class SharedIndex(HeldPlaces):
     def renew(self, base: int) -> None:
         """There is another owner, whose places count from ``base`` on here."""
         self._base = base
+        if self._owes_reset:
+            self._owner.ask(Clear, lambda _: self._cleared())
 
 
 def _find(keys: list[bytes], number: int) -> FromGuest:

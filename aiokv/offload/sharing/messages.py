@@ -17,8 +17,9 @@ from aiokv.offload.sharing.keys import MOST_BYTES
 
 __all__ = [
     "LENGTH", "MOST_FRAME", "VERSION", "Attach", "Clear", "Count", "Delete", "Detach", "Done", "Find",
-    "Found", "FromGuest", "FromOwner", "Keep", "Kept", "Mapped", "Refusal", "Release", "Removed", "Reset",
-    "Room", "Short", "Spoilt", "Welcome", "Written", "frame", "from_guest", "from_owner",
+    "Found", "FromGuest", "FromOwner", "Keep", "Kept", "Mapped", "Quit", "Refusal", "Release",
+    "Removed", "Reset", "Room", "Short", "Spoilt", "Welcome", "Written", "frame", "from_guest",
+    "from_owner",
 ]  # fmt: skip
 
 #: Of this protocol; others are refused.
@@ -114,15 +115,25 @@ class Detach(_Message, tag=10):
     """Nothing of what is held is read or written any more, or will be."""
 
 
+class Quit(_Message, tag=11):
+    """The same of an attachment before, whose connection was lost: the one that got this ticket."""
+
+    ticket: _Id
+
+
 # -- of the owner
 
 
 class Welcome(_Message, tag=20):
-    """To ``Attach``: how many places there will be, how many in a segment, and of what form."""
+    """To ``Attach``: how many places there will be, how many in a segment, and of what form.
+
+    The ticket is nobody else's.
+    """
 
     places: Annotated[int, Meta(ge=1, lt=2**48)]
     each: Annotated[int, Meta(ge=1, lt=2**48)]
     groups: Groups
+    ticket: _Id
 
 
 class Refusal(_Message, tag=21):
@@ -186,7 +197,7 @@ class Reset(_Message, tag=28):
 
 
 FromGuest = (
-    Attach | Mapped | Find | Keep | Written | Release | Spoilt | Count | Delete | Clear | Detach
+    Attach | Mapped | Find | Keep | Written | Release | Spoilt | Count | Delete | Clear | Detach | Quit
 )  # fmt: skip
 FromOwner = Welcome | Refusal | Room | Short | Found | Kept | Done | Removed | Reset
 

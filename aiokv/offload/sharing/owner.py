@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import secrets
 import socket
 from dataclasses import dataclass
 from functools import partial
@@ -267,7 +268,13 @@ class HostPool:
             self._growing = asyncio.get_running_loop().create_task(self._grow())
         elif found := differences(attach.groups, self._groups):
             raise LayoutMismatch(f"this cache's blocks and the pool's differ: {found}")
-        return Welcome(self._places, self._each, self._groups)
+        return Welcome(self._places, self._each, self._groups, secrets.randbits(62))
+
+    def quit(self, ticket: int) -> None:
+        """A process touches nothing any more of what it held by a connection that it lost."""
+        for desk in list(self._desks):
+            if desk.ticket == ticket:
+                desk.free()
 
     def rooms(self) -> list[tuple[Room, int]]:
         """The segments so far, and their descriptors."""

@@ -228,7 +228,7 @@ NONSENSE = [
     frame(HELLO) + frame(Mapped(10**6)),
     frame(HELLO) + frame(Find(1, [b"a", b"a"])),
     frame(HELLO) + frame(Keep(1, [b"a", b"a"], None)),
-    frame(HELLO) + frame(Welcome(1, 1, FORM)),  # type: ignore[arg-type]
+    frame(HELLO) + frame(Welcome(1, 1, FORM, 1)),  # type: ignore[arg-type]
     frame(HELLO) + b"\0\0\0\6\x93\2\1\x91\xa1a",
     frame(HELLO) + frame(Find(1, [b"x" * 2000])),
 ]

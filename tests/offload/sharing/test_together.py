@@ -471,6 +471,41 @@ async def test_another_owner_is_used_when_there_is_one(
         await pool.aclose()
 
 
+@both
+@pytest.mark.one_loop
+@pytest.mark.asyncio
+async def test_the_same_owner_after_a_connection_that_broke(
+    tmp_path: Path, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was held comes back once it is not in use, and a reset meanwhile is made up for."""
+    monkeypatch.setattr(guest, "_FIRST_S", 0.001)
+
+    async def cut(pool: HostPool, kit: Kit) -> None:
+        desk = next(desk for desk in pool._desks if not desk._line.closed)
+        desk._line._end("cut by the test")
+        await until(lambda: not kit.tier.statistics().attached)
+
+    async with pool_at(tmp_path) as pool, tier_on(kind, seed, pool=pool.path) as kit:
+        await kit.tier.store(names("a", 12), list(range(12)))
+        async with kit.tier.lookup(names("a", 12)) as hit:
+            await cut(pool, kit)
+            await until(lambda: kit.tier.statistics().attached)
+            await kit.tier.grown()
+            assert pool.statistics().guests_lost == 1
+            assert pool.statistics().places_pinned == 12
+            assert await kit.tier.load(hit, list(range(40, 52))) == 0
+            assert await kit.get(names("a", 12), range(40, 52)) == 12, "it is the same pool"
+        await until(lambda: pool.statistics().guests_lost == 0)
+        await until(lambda: pool.statistics().places_pinned == 0)
+        await cut(pool, kit)
+        assert (await kit.tier.reset()).blocks == 0
+        await until(lambda: kit.tier.statistics().attached)
+        await kit.tier.grown()
+        assert await kit.found(names("a", 12)) == 0
+        assert pool.statistics().places_used == 0
+        assert await kit.tier.store(names("a", 12), list(range(12))) == 12
+
+
 @pytest.mark.asyncio
 async def test_closing_while_the_owner_is_asked(tmp_path: Path, seed: int) -> None:
     async with sharing(tmp_path, seed, kind="mocked", stepping=False) as (pool, (one, other)):
