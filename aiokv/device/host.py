@@ -8,6 +8,7 @@ slice of the event loop's time.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import mmap
 import os
@@ -26,12 +27,14 @@ from aiokv.proto.plan import Chunk, CopyPlan
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HostBuffer", "HostDevice", "HostStream", "available_bytes"]
+__all__ = ["HostBuffer", "HostDevice", "HostStream", "available_bytes", "populate"]
 
 
 #: F_SEAL_FUTURE_WRITE of Linux 5.1, which ``fcntl`` has no name for: mappings that are there may write,
 #: but nobody who is given the descriptor.
 _SEAL_FUTURE_WRITE = 0x10
+#: MADV_POPULATE_WRITE of Linux 5.14, likewise.
+_POPULATE_WRITE = 23
 
 
 class HostBuffer:
@@ -86,8 +89,9 @@ class HostBuffer:
             # As a file it is closed, with a warning, also when the buffer is forgotten.
             file = io.FileIO(fd, "r+")
             os.posix_fallocate(fd, 0, nbytes)
+            mapping = _mmap(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
             # Pages are all there; their table entries too, so that no copy has to fault them in.
-            mapping = _mmap(fd, nbytes, mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE)
+            populate(mapping)
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         except (OSError, ValueError, OverflowError) as error:
@@ -109,7 +113,7 @@ class HostBuffer:
         """
         if nbytes <= 0:
             raise ValueError(f"a buffer needs at least one byte, got {nbytes}")
-        mapping = _mmap(fd, nbytes, 0, mmap.PROT_READ)
+        mapping = _mmap(fd, nbytes, mmap.PROT_READ)
         return cls(memoryview(mapping), mapping=mapping)
 
     @classmethod
@@ -257,11 +261,22 @@ class HostDevice:
             raise DeviceError(f"{chunk} can't be copied on the host: {error}") from error
 
 
-def _mmap(fd: int, nbytes: int, flags: int, access: int) -> mmap.mmap:
+def _mmap(fd: int, nbytes: int, access: int) -> mmap.mmap:
     if sys.version_info >= (3, 13):
-        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | flags, prot=access, trackfd=False)
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=access, trackfd=False)
     # Before 3.13 the mapping keeps a duplicate of the descriptor for as long as it is mapped.
-    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | flags, prot=access)
+    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=access)
+
+
+def populate(mapping: mmap.mmap) -> None:
+    """Have the page table entries of a writable mapping made now. Takes 0.1 ms a MiB, without the GIL.
+
+    ``MAP_POPULATE`` would do it within ``mmap``, which keeps the GIL: a loop in another thread stands still.
+    Before Linux 5.14 this does nothing, and each page's entry is made when it is touched first.
+    """
+    memory = np.frombuffer(mapping, np.uint8)
+    address, nbytes = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes)
+    ctypes.CDLL(None).madvise(address, nbytes, _POPULATE_WRITE)
 
 
 def available_bytes() -> int | None:

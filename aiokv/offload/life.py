@@ -190,8 +190,11 @@ class Life:
             traffic.copies.stop(batch, ClosedError("the host tier was closed"))
         await traffic.followers.drained(batches)
         traffic.events.close()
+        traffic.checksums.close()  # it reads what is given back next
         self._state = "closed"
         if self._guest is not None:
+            if not traffic.copies.batches:
+                await self._guest.leave()
             self._guest.close(quiet=not traffic.copies.batches)
         if traffic.copies.batches:
             _log.error("%r closes with copies in flight; their memory stays", self)

@@ -7,7 +7,7 @@ import io
 import mmap
 import os
 
-from aiokv.device.host import HostBuffer, available_bytes
+from aiokv.device.host import HostBuffer, available_bytes, populate
 from aiokv.errors import CapacityError, DeviceError
 
 __all__ = ["map_shared", "shared"]
@@ -52,4 +52,6 @@ def map_shared(fd: int, nbytes: int) -> HostBuffer:
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:
-    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    mapping = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED)
+    populate(mapping)
+    return mapping

@@ -31,6 +31,9 @@ __all__ = ["Desk", "say_once"]
 
 _log = logging.getLogger("aiokv")
 
+#: How long who connects may take to say what for, in seconds.
+_PATIENCE_S = 10.0
+
 
 class Desk:
     """Where one process is served, from when it connects until it holds nothing."""
@@ -45,6 +48,12 @@ class Desk:
         self.ticket = -1
         self._line = Line(sock, self._received, self._lost)
         self._loop.add_reader(watch, self._gone)
+        #: Ends what says nothing.
+        self._patience = self._loop.call_later(_PATIENCE_S, self._unheard)
+
+    def _unheard(self) -> None:
+        _log.info("the host pool at %s gave up a connection that says nothing", self._pool.path)
+        self.close()
 
     def say(self, message: FromOwner) -> None:
         """Send a message, if there is anybody who hears it."""
@@ -61,6 +70,7 @@ class Desk:
         self._end()
 
     def _end(self) -> None:
+        self._patience.cancel()
         if self._watch >= 0:
             self._loop.remove_reader(self._watch)
             os.close(self._watch)
@@ -89,6 +99,7 @@ class Desk:
             self.say(Refusal(kind, str(error)))
             return
         self.ticket = welcome.ticket
+        self._patience.cancel()
         self._guest = self._pool.shares.attach(message.digest, self.say)
         self.say(welcome)
         for room, fd in self._pool.rooms():

@@ -10,6 +10,7 @@ import socket
 import stat
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ __all__ = ["bound", "checked_path", "knock", "same_user", "unbound", "watched"]
 
 #: Connections that wait to be accepted.
 _BACKLOG = 128
+#: How long a folder that others have locked is waited for, in seconds.
+_LOCKED_S = 2.0
 #: Of a path in an address of a unix socket, with its end.
 _MOST_PATH = 108
 _CREDENTIALS = struct.Struct("iII")
@@ -81,8 +84,17 @@ def _alone(path: str) -> Iterator[None]:
     Of two that start at a time each would take the other's socket for one that was left behind.
     """
     folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    until = time.monotonic() + _LOCKED_S
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)  # held by others for a moment only
+        while True:
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                # By pools for a moment only. But whoever can read the folder can lock it, too.
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
         yield
     finally:
         os.close(folder)

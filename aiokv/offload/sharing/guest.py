@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Literal
 
 from aiokv.errors import (
@@ -48,6 +49,8 @@ _log = logging.getLogger("aiokv")
 
 #: How long an owner may take to answer somebody who comes, in seconds.
 _PATIENCE_S = 10.0
+#: How long a tier that is closed waits for its last words to be taken, in seconds.
+_LEAVE_S = 1.0
 #: The same of whatever else it is asked, once to twice; a store may have to wait for another process's.
 _SILENCE_S = 20.0
 #: After how many seconds a lost owner is looked for, each time twice as many.
@@ -82,6 +85,8 @@ class Guest:
         self._looked = 0
         #: Tries again, where the owner was lost; None while there is one. And after how many seconds.
         self._retry: asyncio.TimerHandle | None = None
+        #: The owner was told that nothing here is in flight.
+        self._leaving = False
         self._delay = _FIRST_S
         #: Of the attachment that there is, and of those that were lost, of which things may be in use here.
         self._ticket = -1
@@ -149,13 +154,29 @@ class Guest:
         except (PeerLostError, Refused):
             self._state = "lost"
 
+    async def leave(self) -> None:
+        """Say that nothing here is in flight, and wait until that is on its way, a second at most.
+
+        An owner that doesn't hear it keeps what is held here until this process is gone.
+        """
+        if self._line is None or self._state != "there":
+            return
+        self._leaving = self._idle = True
+        self._quit()
+        self._line.send(frame(Detach()))
+        sent = asyncio.Event()
+        self._line.on_idle(sent.set)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await sent.wait()
+
     def close(self, *, quiet: bool) -> None:
         """Leave. May be called twice.
 
         Args:
             quiet: Nothing is in flight. Else the owner keeps what is held here until this process is gone.
         """
-        if quiet and self._line is not None:
+        if quiet and self._line is not None and not self._leaving:
             self._idle = True
             self._quit()
             self._line.send(frame(Detach()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -284,7 +285,13 @@ class SharedIndex(HeldPlaces):
     def removed(self, message: Removed) -> None:
         """Blocks are not found any more."""
         self._forget(self._heard(message.places))
-        self._on_removed([decoded(name) for name in message.keys], message.why)
+        keys = []
+        for name in message.keys:
+            with suppress(ValueError, TypeError):  # another's, that means nothing here
+                key = decoded(name)
+                hash(key)
+                keys.append(key)
+        self._on_removed(keys, message.why)
 
     def reset(self) -> None:
         """No block is found any more that was given so far."""

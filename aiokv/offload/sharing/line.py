@@ -36,6 +36,8 @@ class Line:
         received: Told of the body of each message. What it raises of the peer's mistakes ends the line.
         lost: Told why it ended, unless it was closed here.
         descriptors: Whether any are taken; they wait in ``fds``, in order, and are this line's until then.
+            Who takes them also reads whatever waits to be sent: if both ends stopped reading until the other
+            has read, both would wait for ever.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class Line:
         #: Bytes of these.
         self._size = 0
         self._paused = False
+        #: Who wants to know when nothing waits.
+        self._idle: list[Callable[[], None]] = []
         #: Nothing that is sent arrives any more.
         self._broken = False
         self.fds: deque[int] = deque()
@@ -84,6 +88,8 @@ class Line:
         self._size += len(data)
         if idle:
             self._write()
+        else:
+            self._pace()
         if self._size > _TOO_FULL:
             # Not from here, whose caller is in the middle of something.
             self._loop.call_soon(self._end, "it doesn't read what it is sent")
@@ -101,6 +107,9 @@ class Line:
         self._loop.remove_writer(self._sock.fileno())
         self._sock.close()
         self._waiting.clear()
+        for callback in self._idle:
+            callback()
+        self._idle.clear()
         while self.fds:
             os.close(self.fds.popleft())
 
@@ -124,7 +133,7 @@ class Line:
                 self._broken = True
                 self._waiting.clear()
                 self._size = 0
-                self._loop.call_soon(self.drain)
+                self._loop.call_soon(self._drained)
                 break
             self._size -= sent
             if sent < len(data):
@@ -135,12 +144,31 @@ class Line:
             self._loop.add_writer(self._sock.fileno(), self._write)
         else:
             self._loop.remove_writer(self._sock.fileno())
-        if self._paused is not (self._size > _FULL):
-            self._paused = not self._paused
-            if self._paused:
-                self._loop.remove_reader(self._sock.fileno())
-            else:
-                self._loop.add_reader(self._sock.fileno(), self._readable)
+            for callback in self._idle:
+                callback()
+            self._idle.clear()
+        self._pace()
+
+    def _pace(self) -> None:
+        """Read nothing more while much waits to be sent: answers would add to it."""
+        if self._descriptors or self._paused is (self._size > _FULL):
+            return
+        self._paused = not self._paused
+        if self._paused:
+            self._loop.remove_reader(self._sock.fileno())
+        else:
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+
+    def _drained(self) -> None:
+        self.drain()
+        self._end("it takes nothing any more")
+
+    def on_idle(self, callback: Callable[[], None]) -> None:
+        """Call this once all that was sent is out of here; at once if it is, or will never be."""
+        if self._waiting and not self.closed:
+            self._idle.append(callback)
+        else:
+            callback()
 
     # -- reading
 
@@ -163,11 +191,11 @@ class Line:
             self._take()
         except (BlockingIOError, InterruptedError):
             return False
+        except RemoteProtocolError as error:  # which is an OSError, too
+            self._end(str(error))
+            return False
         except OSError as error:
             self._end(f"the connection broke: {error}")
-            return False
-        except RemoteProtocolError as error:
-            self._end(str(error))
             return False
         except Exception as error:  # noqa: BLE001 - see below
             # A mistake of ours in what one of many said; the others have nothing to do with it.

@@ -11,6 +11,8 @@ __all__ = ["Guest", "Offers", "Waiting"]
 
 #: Offers of one guest that wait for others.
 _MOST = 1024
+#: Names of blocks in all of these.
+_MOST_KEYS = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -58,11 +60,19 @@ class Offers:
         """Whether any waits."""
         return bool(self._by_place)
 
-    def add(self, guest: Guest, offer: Keep, places: set[int]) -> bool:
-        """Have an offer wait for places; False if too many of this guest's do."""
-        if len(guest.waiting) >= _MOST:
+    def add(self, guest: Guest, offer: Keep, places: set[int], *, long: bool) -> bool:
+        """Have an offer wait for places; False if too much of this guest's does.
+
+        Args:
+            guest: Whose it is.
+            offer: What it asked for.
+            places: What others write.
+            long: It waited before for others, and was looked at.
+        """
+        waits = sum(len(each.offer.keys) for each in guest.waiting)
+        if len(guest.waiting) >= _MOST or waits + len(offer.keys) > _MOST_KEYS:
             return False
-        waiting = Waiting(guest, offer, places)
+        waiting = Waiting(guest, offer, places, long)
         guest.waiting[waiting] = None
         for place in places:
             self._by_place.setdefault(place, {})[waiting] = None

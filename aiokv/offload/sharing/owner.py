@@ -40,6 +40,10 @@ _log = logging.getLogger("aiokv")
 
 #: Connections at a time; further ones are closed.
 _MOST_GUESTS = 1024
+#: Segments, so that descriptors suffice.
+_MOST_SEGMENTS = 128
+#: Places; an index of as many takes some GiB.
+_MOST_PLACES = 1 << 25
 #: How long a store waits for what another process stores, in seconds: once to twice that.
 _PATIENCE_S = 5.0
 #: What accept() says when this process or machine is short of descriptors or memory.
@@ -262,9 +266,16 @@ class HostPool:
                 )
             if any(group.nbytes % 2 for group in attach.groups if group.split):
                 raise LayoutMismatch("K and V of a block are not of the same size")
+            if self._capacity // size > _MOST_PLACES:
+                raise CapacityError(
+                    f"blocks of {size} bytes are too small for a capacity of {self._capacity}: that would be "
+                    f"more than {_MOST_PLACES} of them"
+                )
             self._groups = attach.groups
             self._places = self._capacity // size
-            self._each = max(1, min(self._places, self._segment_bytes // size))
+            # Each process has two descriptors of each segment, and usually no more than a thousand.
+            each = max(self._segment_bytes, -(-self._capacity // _MOST_SEGMENTS))
+            self._each = max(1, min(self._places, each // size))
             self._growing = asyncio.get_running_loop().create_task(self._grow())
         elif found := differences(attach.groups, self._groups):
             raise LayoutMismatch(f"this cache's blocks and the pool's differ: {found}")

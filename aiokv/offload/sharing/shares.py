@@ -41,6 +41,9 @@ from aiokv.offload.sharing.offers import Guest, Offers
 
 __all__ = ["Shares"]
 
+#: Names in one message about blocks that went.
+_MOST_NAMES = 4096
+
 
 class Shares:
     """All calls are made from one thread, and each leaves it whole.
@@ -75,9 +78,16 @@ class Shares:
         return guest
 
     def lost(self, guest: Guest) -> None:
-        """It hears nothing any more; what it holds it keeps, as its process may be there."""
+        """It hears nothing any more; what it holds it keeps, as its process may be there.
+
+        What it was writing is nobody's: it can't say any more that it has written it. Only the places stay.
+        """
         guest.there = False
         self._offers.forget(guest)
+        self._knows = guest
+        self.table.drop(guest.writing, "dropped")
+        self._knows = None
+        self._go_on(guest.writing)
 
     def gone(self, guest: Guest) -> None:
         """It touches nothing any more: what it wrote is dropped, and what it held is given back."""
@@ -146,12 +156,12 @@ class Shares:
     def _sees(self, guest: Guest, place: int) -> bool:
         return place < guest.limit and (place in guest.writing or self.table.ready(place))
 
-    def _keep(self, guest: Guest, message: Keep, refused: int = 0) -> None:
+    def _keep(self, guest: Guest, message: Keep, refused: int = 0, *, long: bool = False) -> None:
         table = self.table
         names = _named(guest, message.keys)
         others = self._others(guest, names)
         if others:
-            if not self._offers.add(guest, message, others):
+            if not self._offers.add(guest, message, others, long=long):
                 self._refuse(guest, message)
             return
         parent = None if message.parent is None else guest.digest + message.parent
@@ -251,7 +261,7 @@ class Shares:
     def _go_on(self, places: Iterable[int]) -> None:
         """These are written, or won't be: who waited for nothing else goes on."""
         for waiting in self._offers.freed(places):
-            self._keep(waiting.guest, waiting.offer)
+            self._keep(waiting.guest, waiting.offer, long=waiting.long)
 
     @property
     def waiting(self) -> bool:
@@ -294,7 +304,9 @@ class Shares:
         for guest in self.guests:
             keys = by_digest.get(guest.digest)
             if keys and guest.there and guest is not self._knows:
-                guest.say(Removed(keys, [place for place in self._dropping if place in guest.held], why))
+                places = [place for place in self._dropping if place in guest.held]
+                for at in range(0, len(keys), _MOST_NAMES):  # one message of all might be too long to be read
+                    guest.say(Removed(keys[at : at + _MOST_NAMES], places if not at else [], why))
 
 
 def _named(guest: Guest, keys: Sequence[bytes]) -> list[bytes]:

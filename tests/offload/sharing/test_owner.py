@@ -258,7 +258,7 @@ async def test_nonsense_ends_its_own_connection_alone(tmp_path: Path, nonsense: 
 async def test_random_bytes(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     async with (
-        HostPool(tmp_path / "pool", 32 * BLOCK) as pool,
+        HostPool(tmp_path / "pool", 128 * BLOCK) as pool,
         tier_on("host", seed, pool=pool.path) as kit,
     ):
         await kit.tier.store(names("a", 4), list(range(4)))
