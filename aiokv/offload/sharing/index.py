@@ -40,6 +40,9 @@ __all__ = ["Owner", "SharedIndex"]
 
 _log = logging.getLogger("aiokv")
 
+#: Names of blocks that an owner is told late to drop; of more, it drops all.
+_MOST_OWED = 100_000
+
 Then = Callable[[FromOwner | None], None]
 
 
@@ -81,7 +84,9 @@ class SharedIndex(HeldPlaces):
         self._old = 0
         #: Places that were found bad, and how many messages say so that the owner may not have taken yet.
         self._bad: dict[int, int] = {}
+        #: What an owner that was lost could not be told: to drop all, or these.
         self._owes_reset = False
+        self._owed: dict[bytes, None] = {}
         self.capacity = 0
         #: Free places of the pool, as of the last answer.
         self._free = 0
@@ -140,7 +145,8 @@ class SharedIndex(HeldPlaces):
             self._dropped(places, "dropped")
         if places[0] >= self._base:
             self._distrust(bad)
-            self._owner.ask(partial(_written, self._told(places), ok), partial(self._taken, bad))
+            told = self._told(places)
+            self._owner.ask(lambda number: Written(number, told, ok), partial(self._taken, bad, ()))
         self.release(places)
 
     def drop(self, places: Iterable[int], why: str = "dropped") -> list[Key]:
@@ -148,10 +154,33 @@ class SharedIndex(HeldPlaces):
         gone = [place for place in places if self.key_at(place) is not None]
         keys = self._dropped(gone, why)
         theirs = [place for place in gone if place >= self._base]
-        if theirs:
+        if len(theirs) < len(gone):  # given by a connection that was lost: maybe to the same owner
+            self._unwanted(encoded(keys))
+        elif theirs:
             self._distrust(theirs)
-            self._owner.ask(partial(_spoilt, self._told(theirs)), partial(self._taken, theirs))
+            names, told = encoded(keys), self._told(theirs)
+            self._owner.ask(lambda number: Spoilt(number, told), partial(self._taken, theirs, names))
         return keys
+
+    def _unwanted(self, names: Sequence[bytes]) -> None:
+        """These are not to be found; the owner is told now, or when there is one."""
+        self._owed.update(dict.fromkeys(names))
+        if len(self._owed) > _MOST_OWED:
+            self._owed, self._owes_reset = {}, True
+        if self._owner.there:
+            self._pay()
+
+    def _pay(self) -> None:
+        """Tell the owner what it could not be told before."""
+        if self._owes_reset:
+            self._owner.ask(Clear, lambda _: self._cleared())
+        owed, self._owed = self._owed, {}
+        if owed:
+            self._owner.ask(lambda number: Delete(number, list(owed)), partial(self._deleted, list(owed)))
+
+    def _deleted(self, names: list[bytes], answer: FromOwner | None) -> None:
+        if self._note(answer) is None:
+            self._unwanted(names)
 
     def _dropped(self, places: Iterable[int], why: str) -> list[Key]:
         """These are not found any more, nor what they were."""
@@ -164,17 +193,19 @@ class SharedIndex(HeldPlaces):
         for place in places:
             self._bad[place] = self._bad.get(place, 0) + 1
 
-    def _taken(self, places: Iterable[int], answer: FromOwner | None) -> None:
-        """The owner knows that places are bad."""
+    def _taken(self, places: Iterable[int], names: Sequence[bytes], answer: FromOwner | None) -> None:
+        """The owner knows that places, which have these blocks, are bad; or it is lost."""
         for place in places:
             self._bad[place] -= 1
             if not self._bad[place]:
                 del self._bad[place]
-        self._note(answer)
+        if self._note(answer) is None and names:
+            self._unwanted(names)
 
-    def _note(self, answer: FromOwner | None) -> int:
+    def _note(self, answer: FromOwner | None) -> int | None:
+        """How many, as the owner says; None if it doesn't."""
         if not isinstance(answer, Done):
-            return 0
+            return None
         self._free = answer.free
         return answer.count
 
@@ -185,7 +216,8 @@ class SharedIndex(HeldPlaces):
         if len(set(keys)) != len(keys):
             raise ValueError("a hash stands twice in one lookup")
         found = asyncio.get_running_loop().create_future()
-        self._owner.ask(partial(_find, encoded(keys)), partial(self._found, keys, found))
+        names = encoded(keys)
+        self._owner.ask(lambda number: Find(number, names), partial(self._found, keys, found))
         try:
             places: list[int] = await found
         except asyncio.CancelledError:
@@ -215,7 +247,8 @@ class SharedIndex(HeldPlaces):
         if len(set(keys)) != len(keys):
             raise ValueError("a hash stands twice in one store")
         before = None if parent is None else encoded([parent])[0]
-        self._owner.ask(partial(_keep, encoded(keys), before), partial(self._kept, keys, then))
+        names = encoded(keys)
+        self._owner.ask(lambda number: Keep(number, names, before), partial(self._kept, keys, then))
 
     def _kept(self, keys: Sequence[Key], then: Callable[[Offered], None], answer: FromOwner | None) -> None:
         offered = Offered(refused=len(keys))
@@ -249,31 +282,33 @@ class SharedIndex(HeldPlaces):
 
     async def count(self, keys: Sequence[Key]) -> int:
         """See ``Index``."""
-        return await self._number(partial(_count, encoded(keys)))
+        names = encoded(keys)
+        return await self._number(lambda number: Count(number, names))
 
     async def delete(self, keys: Sequence[Key]) -> int:
         """See ``Index``."""
         if len(set(keys)) != len(keys):
             raise ValueError("a hash stands twice")
-        return await self._number(partial(_delete, encoded(keys)))
+        names = encoded(keys)
+        return await self._number(lambda number: Delete(number, names), partial(self._deleted, names))
 
     async def clear(self) -> int:
         """See ``Index``."""
         self._outdate()
         self._owes_reset = True  # to the next owner, if it isn't answered: that may be the same one
-        return await self._number(Clear, self._cleared)
+        return await self._number(Clear, lambda _: self._cleared())
 
     def _cleared(self) -> None:
         self.reset()
         self._owes_reset = not self._owner.there
 
-    async def _number(self, make: Callable[[int], FromGuest], first: Callable[[], None] | None = None) -> int:
+    async def _number(self, make: Callable[[int], FromGuest], first: Then | None = None) -> int:
         answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         def over(answer: FromOwner | None) -> None:
             if first is not None:
-                first()
-            number = self._note(answer)
+                first(answer)
+            number = self._note(answer) or 0
             if not answered.done():
                 answered.set_result(number)
 
@@ -314,29 +349,4 @@ class SharedIndex(HeldPlaces):
     def renew(self, base: int) -> None:
         """There is another owner, whose places count from ``base`` on here."""
         self._base = base
-        if self._owes_reset:
-            self._owner.ask(Clear, lambda _: self._cleared())
-
-
-def _find(keys: list[bytes], number: int) -> FromGuest:
-    return Find(number, keys)
-
-
-def _keep(keys: list[bytes], parent: bytes | None, number: int) -> FromGuest:
-    return Keep(number, keys, parent)
-
-
-def _written(places: list[int], ok: bool, number: int) -> FromGuest:
-    return Written(number, places, ok)
-
-
-def _spoilt(places: list[int], number: int) -> FromGuest:
-    return Spoilt(number, places)
-
-
-def _count(keys: list[bytes], number: int) -> FromGuest:
-    return Count(number, keys)
-
-
-def _delete(keys: list[bytes], number: int) -> FromGuest:
-    return Delete(number, keys)
+        self._pay()

@@ -498,6 +498,12 @@ async def test_the_same_owner_after_a_connection_that_broke(
         await until(lambda: pool.statistics().guests_lost == 0)
         await until(lambda: pool.statistics().places_pinned == 0)
         await cut(pool, kit)
+        assert await kit.tier.delete(["a7", "a9"]) == 0, "as far as anybody knows"
+        await until(lambda: kit.tier.statistics().attached)
+        await kit.tier.grown()
+        assert await kit.found(names("a", 12)) == 7
+        assert pool.statistics().places_used == 10
+        await cut(pool, kit)
         assert (await kit.tier.reset()).blocks == 0
         await until(lambda: kit.tier.statistics().attached)
         await kit.tier.grown()
