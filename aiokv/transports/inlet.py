@@ -13,6 +13,7 @@ import numpy as np
 
 from aiokv.proto.plan import Chunk
 from aiokv.transports.arriving import NoRoom, Parts
+from aiokv.transports.broken import Broken
 from aiokv.transports.frames import HEADER_BYTES, unpack
 from aiokv.transports.patience import Patience
 from aiokv.transports.vectors import Vector, VectorIO
@@ -79,11 +80,16 @@ class Inlet:
         self._patience: Patience | None = None
         #: There was no room for what comes next.
         self._full = False
+        self._broken = Broken(self._fd)
+        #: Reads on, where the loop won't say that there is more.
+        self._again: asyncio.Handle | None = None
         loop.add_reader(self._fd, self._readable)
 
     def stop(self) -> None:
         """Write nothing more to any memory, and call nobody back."""
         self._stopped = True
+        if self._again is not None:
+            self._again.cancel()
         if self._patience is not None:
             self._patience.cancel()
         self._tag = b""
@@ -142,8 +148,16 @@ class Inlet:
                 self._read()
         except OSError as error:
             self._cut(f"a connection broke: {error}")
-        if not self._stopped:
-            self._gather()
+        if self._stopped:
+            return
+        self._gather()
+        if self._again is None and not (self._early or self._full) and self._broken:
+            self._again = self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._again = None
+        if not (self._stopped or self._early or self._full):
+            self._readable()
 
     def _read(self) -> None:
         """Take what the socket has, and at most a slice."""

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from aiokv.proto.plan import Chunk
+from aiokv.transports.broken import Broken
 from aiokv.transports.frames import HEADER_BYTES, pack, unpack
 
 __all__ = [
@@ -186,6 +187,9 @@ class Line:
         self._unread = b""
         self._unsent = b""
         self._closed = False
+        self._over = Broken(self._fd)
+        #: Reads on, where the loop won't say that there is more.
+        self._again: asyncio.Handle | None = None
         loop.add_reader(self._fd, self._readable)
 
     def say(self, *said: Said) -> None:
@@ -235,6 +239,13 @@ class Line:
             return
         if said:
             self._heard(said)
+        if self._again is None and not self._closed and self._over:
+            self._again = self._loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        self._again = None
+        if not self._closed:
+            self._readable()
 
     def _end(self, why: str) -> None:
         self.close()

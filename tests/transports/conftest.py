@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +27,25 @@ def refusal(of_parent: bool) -> str:
     if of_parent and os.geteuid() and YAMA.exists() and int(YAMA.read_text()):
         return f"process_vm_readv of a parent is refused on this machine: {YAMA} is not 0"
     return ""
+
+
+@pytest.fixture
+def cut_off() -> Callable[[bytes], socket.socket]:
+    """Our end of a TCP connection whose other end sent some bytes, and then reset it."""
+
+    def made(data: bytes) -> socket.socket:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ours = socket.create_connection(server.getsockname())
+            theirs, _ = server.accept()
+        with theirs:
+            theirs.sendall(data)
+            while len(ours.recv(len(data), socket.MSG_PEEK)) < len(data):
+                pass  # what isn't across yet is lost with a reset
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        ours.setblocking(False)
+        return ours
+
+    return made
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+from collections.abc import Callable
 
 import pytest
 
@@ -38,6 +39,19 @@ GOLDEN = {
     Yield(9): "0800000009",
     Dead(7): "0700000007",
 }  # fmt: skip
+
+
+@pytest.mark.asyncio
+async def test_all_is_heard_of_an_end_that_was_cut_off(cut_off: Callable[[bytes], socket.socket]) -> None:
+    """And that it was: also where a loop says once only that there is something to read."""
+    here = cut_off(encode(Credit(6, 8)) * 12_000)
+    heard: list[object] = []
+    broken = asyncio.get_running_loop().create_future()
+    line = Line(here, asyncio.get_running_loop(), heard.extend, broken.set_result)
+    async with asyncio.timeout(20):
+        assert "the connection broke" in await broken
+    assert len(heard) == 12_000
+    line.close()
 
 
 @pytest.mark.parametrize(("said", "wire"), GOLDEN.items(), ids=lambda each: type(each).__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 import pytest
 
@@ -11,6 +12,21 @@ from aiokv.proto.plan import Chunk
 from aiokv.transports.frames import pack, tag_of
 from aiokv.transports.receiver import Receiver
 from aiokv.transports.vectors import VectorIO
+
+
+@pytest.mark.asyncio
+async def test_a_connection_that_is_reset_is_lost_whatever_is_still_to_be_read(
+    cut_off: Callable[[bytes], socket.socket],
+) -> None:
+    tag = tag_of(("t", 0))
+    ours = cut_off(pack(tag, Chunk(0, 1, 0, 0, 1, 1 << 20)) + bytes(100_000))
+    receiver = Receiver(b"link", "tcp", [ours], VectorIO(), set())
+    receiver._parts.forget(tag)
+    lost = asyncio.Event()
+    receiver.on_lost(lost.set)
+    async with asyncio.timeout(20):
+        await lost.wait()
+    receiver.close()
 
 
 @pytest.mark.asyncio
