@@ -74,7 +74,11 @@ async def children(
     if trace:
         for script, options in own.items():
             options.append(f"--trace={side(trace, script)}")
-    starting = [asyncio.ensure_future(started(script, *arguments, *own[script])) for script in SCRIPTS]
+    one_gpu = gpu_of(device, 0) == gpu_of(device, 1)
+    starting = [
+        asyncio.ensure_future(started(script, *arguments, *own[script], one_gpu=one_gpu))
+        for script in SCRIPTS
+    ]
     patience = 10.0
     try:
         # Shielded: one that is started just when we are cancelled must be ended, too.
@@ -99,7 +103,7 @@ def join_trace(trace: Path) -> None:
         each.unlink()
 
 
-async def started(script: str, *arguments: str) -> asyncio.subprocess.Process:
+async def started(script: str, *arguments: str, one_gpu: bool) -> asyncio.subprocess.Process:
     """Start one process of the pair."""
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -107,17 +111,17 @@ async def started(script: str, *arguments: str) -> asyncio.subprocess.Process:
         "--listen=127.0.0.1:0",
         "--with-parent",
         *arguments,
-        env=environment(script, arguments),
+        env=environment(script, arguments, one_gpu=one_gpu),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is for this process, which then ends them
     )
 
 
-def environment(script: str, arguments: Sequence[str]) -> dict[str, str]:
+def environment(script: str, arguments: Sequence[str], *, one_gpu: bool) -> dict[str, str]:
     """What a process of the pair finds in its environment."""
     found = dict(os.environ)
-    if "--transport=nccl" in arguments and torch.cuda.device_count() == 1:
+    if "--transport=nccl" in arguments and one_gpu:
         # NCCL refuses two processes on one GPU. Under different names they pass for two hosts, and it goes
         # by sockets.
         found |= {"NCCL_HOSTID": script, "NCCL_SOCKET_IFNAME": found.get("NCCL_SOCKET_IFNAME", "lo")}

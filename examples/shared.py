@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import sys
 import tempfile
 from pathlib import Path
 
@@ -56,3 +57,4 @@ if __name__ == "__main__":
         process = multiprocessing.get_context("spawn").Process(target=second, args=(socket,))
         uvloop.run(main(socket, process))
     print("equal" if process.exitcode == 0 else "the other process failed")
+    sys.exit(process.exitcode)

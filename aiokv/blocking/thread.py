@@ -32,6 +32,20 @@ class Future(concurrent.futures.Future[T]):
         #: Carries the work out; None until the loop has begun it.
         self._task: asyncio.Future[T] | None = None
 
+    def result(self, timeout: float | None = None) -> T:
+        """As of ``concurrent.futures``.
+
+        Raises:
+            RuntimeError: This is the loop's own thread, which would wait for itself.
+        """
+        self._thread.check(self)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """As of ``concurrent.futures``, and see ``result``."""
+        self._thread.check(self)
+        return super().exception(timeout)
+
     def cancel(self) -> bool:
         """Ask for the end of the work. Never blocks; gives False if it is over already."""
         if self.done():
@@ -81,7 +95,8 @@ class LoopThread:
         self._loop = uvloop.new_event_loop()
         #: Whether it takes no more; with the lock, so that what it has taken is begun.
         self._closed = False
-        self._lock = threading.Lock()
+        #: Taken anew by a signal's handler, or the collector, in the thread that has it.
+        self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -89,9 +104,13 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            self._loop.run_until_complete(self._end())
         finally:
-            self._loop.close()
+            with self._lock:  # it may have been ended by a SystemExit
+                self._closed = True
+            try:
+                self._loop.run_until_complete(self._end())
+            finally:
+                self._loop.close()
 
     async def _end(self) -> None:
         """Cancel what is going on, so that nobody waits for ever, and let it tidy up."""
@@ -102,6 +121,11 @@ class LoopThread:
             await asyncio.wait(others)
         await self._loop.shutdown_asyncgens()
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more."""
+        return self._closed
+
     def submit(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
         """Have the loop begin something; what the call raises, the future does. Never blocks.
 
@@ -109,33 +133,48 @@ class LoopThread:
             call: Called on the loop; gives what is to be awaited there.
 
         Raises:
-            RuntimeError: The loop is closed.
+            ClosedError: The loop is closed.
         """
         future: Future[T] = Future(self)
         self.post(future.begin, call)
         return future
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have the loop do something, and wait for it.
+        """Have the loop do something, and wait for it. Interrupted, it comes back once that is given up.
 
         Raises:
-            RuntimeError: The loop is closed, or this is called on it.
+            ClosedError: The loop is closed.
+            RuntimeError: This is called on it.
             Exception: What the work raised.
         """
         try:
-            if threading.current_thread() is self._thread:
-                raise RuntimeError("the loop's own thread can't wait for it: await there")
+            self.check()
             future = self.submit(lambda: work)
         except RuntimeError:
             work.close()
             raise
-        return future.result()
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                future.cancel()
+                concurrent.futures.wait([future])
+            raise
+
+    def check(self, future: Future[Any] | None = None) -> None:
+        """See that waiting, for this, makes sense.
+
+        Raises:
+            RuntimeError: This is the loop's own thread, and it isn't over.
+        """
+        if threading.current_thread() is self._thread and not (future is not None and future.done()):
+            raise RuntimeError("the loop's own thread can't wait for it: await there")
 
     def call(self, call: Callable[[], T]) -> T:
         """Have the loop call something, and wait for what it gives.
 
         Raises:
-            RuntimeError: The loop is closed.
+            ClosedError: The loop is closed.
             Exception: What the call raised.
         """
 
@@ -148,15 +187,20 @@ class LoopThread:
         """Have the loop call something soon. Never blocks.
 
         Raises:
-            RuntimeError: The loop is closed.
+            ClosedError: The loop is closed.
         """
         with self._lock:
             if self._closed:
-                raise RuntimeError("the loop is closed")
+                raise ClosedError("the loop is closed")
             self._loop.call_soon_threadsafe(call, *args)
 
     def close(self) -> None:
-        """Cancel what is going on, stop the loop and wait for the thread. May be called twice."""
+        """Cancel what is going on, stop the loop and wait for the thread. May be called twice.
+
+        Raises:
+            RuntimeError: This is the thread.
+        """
+        self.check()
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -202,7 +246,7 @@ class Shared:
         if self._thread is None:
             self._thread = LoopThread()
         try:
-            self._thread.submit(enter).result()
+            self._thread.run(enter())
         except BaseException:
             if self._given is None:
                 self._thread.close()
@@ -212,13 +256,13 @@ class Shared:
         """Close what belongs to it. May be called twice."""
         if self._thread is None:
             return
+        self._thread.check()
         try:
-            leaving = self._thread.submit(leave)
-        except RuntimeError:  # closed before
-            return
-        leaving.result()
-        if self._given is None:
-            self._thread.close()
+            if not self._thread.closed:
+                self._thread.run(leave())
+        finally:
+            if self._given is None:
+                self._thread.close()
 
 
 def iterate(thread: LoopThread, source: AsyncIterator[T]) -> Iterator[T]:
@@ -238,5 +282,5 @@ def iterate(thread: LoopThread, source: AsyncIterator[T]) -> Iterator[T]:
         while (value := thread.run(following())) is not None:
             yield value[0]
     finally:
-        with suppress(RuntimeError):  # the loop is closed, and with it what it ran
+        with suppress(ClosedError):  # the loop is closed, and with it what it ran
             thread.run(close())

@@ -55,7 +55,12 @@ class Lookup:
 
     def __enter__(self) -> Self:
         """Look, and hold what is found; the errors are those of ``aiokv.Lookup``."""
-        self._tier.thread.run(self.lookup.__aenter__())
+        try:
+            self._tier.thread.run(self.lookup.__aenter__())
+        except BaseException:
+            if self.lookup.places is not None:  # interrupted just when it was entered
+                self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(

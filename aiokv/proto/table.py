@@ -66,7 +66,7 @@ class Table:
     def __init__(self, layout: CacheLayout, settings: Settings) -> None:
         self.ledger = Ledger(layout, settings)
         self.waiting = Waiting(settings.parked_per_peer)
-        self.withdrawn = Withdrawn(settings.tombstone_ns, settings.parked_per_peer)
+        self.withdrawn = Withdrawn(settings.tombstone_ns, 8 * settings.parked_per_peer)
         self.producer = Producer(self.ledger, self.waiting, self.withdrawn)
         self.consumer = Consumer(self.ledger, self.waiting)
 

@@ -136,10 +136,10 @@ class Withdrawn:
         return len(self._noted)
 
     def note(self, session: Session, abort: Abort, now: int) -> None:
-        """A consumer gave up. Said twice it counts once."""
-        noted = self._noted.setdefault((abort.tid, abort.attempt), [])
-        if all(other is not session for _, other, _ in noted):
-            noted.append((now, session, abort))
+        """A consumer gave up. Said twice it counts once, from then on."""
+        key = abort.tid, abort.attempt
+        kept = [each for each in self._noted.get(key, ()) if each[1] is not session]
+        self._noted[key] = [*kept, (now, session, abort)]
         while len(self._noted) > self._most:
             self._noted.popitem(last=False)
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 
@@ -120,3 +122,42 @@ def test_iterating(thread: LoopThread) -> None:
     assert next(some) == 0
     some.close()  # type: ignore[attr-defined]
     assert closed == [True, True]
+
+
+def test_the_loops_own_thread_is_told_that_it_would_wait_for_itself() -> None:
+    with LoopThread() as thread:
+        waited = thread.submit(asyncio.Event().wait)
+        for wait in (waited.result, waited.exception, thread.close):
+            with pytest.raises(RuntimeError, match="the loop's own thread can't wait for it"):
+                thread.call(wait)
+        waited.cancel()
+
+
+def test_who_is_interrupted_comes_back_once_the_work_is_given_up() -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    async def work() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            over.set()
+
+    class Interrupted(BaseException):
+        pass
+
+    def handler(*_: object) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with LoopThread() as thread:
+            signalling = threading.Thread(target=lambda: (begun.wait(), os.kill(os.getpid(), signal.SIGUSR1)))
+            signalling.start()
+            with pytest.raises(Interrupted):
+                thread.run(work())
+            assert over.is_set()
+            signalling.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -8,10 +8,11 @@ import pytest
 
 from aiokv.errors import InvalidBlocks, RemoteProtocolError, TransferAborted
 from aiokv.proto.layout import CacheLayout
-from aiokv.proto.messages import Accept, Pong, Ready
+from aiokv.proto.messages import Abort, Accept, Pong, Ready
 from aiokv.proto.parts import State
 from aiokv.proto.settings import Settings
 from aiokv.proto.transfers import ActionKind
+from aiokv.proto.waiting import Withdrawn
 from aiokv.testing.tables import Member, Net
 
 SETTINGS = Settings()
@@ -91,18 +92,30 @@ def test_who_comes_in_time_has_what_another_gave_up(net: Net, a: Member, b: Memb
 
 def test_what_was_given_up_is_forgotten(net: Net, a: Member, b: Member) -> None:
     """After a while, with the peer, and when there is too much of it."""
-    for number in range(2 * SETTINGS.parked_per_peer):
+    for number in range(4):
         b.abort(b.fetch(f"t{number}", sources=[a]), TransferAborted("enough"))
     net.run()
-    assert len(a.table.withdrawn) == SETTINGS.parked_per_peer
-    last = f"t{2 * SETTINGS.parked_per_peer - 1}"
+    assert len(a.table.withdrawn) == 4
     net.now += SETTINGS.tombstone_ns + 1
-    offer = a.offer(last)
+    offer = a.offer("t3")
     net.run()
     assert not offer.resolved
     for session in list(a.sessions.values()):
         a.table.lost(session, TransferAborted("gone"), certain=True)
     assert not len(a.table.withdrawn)
+
+
+def test_the_oldest_of_too_many_that_gave_up_are_forgotten(net: Net, a: Member, b: Member) -> None:
+    b.fetch("t", sources=[a])
+    net.run()
+    (session,) = a.sessions.values()
+    withdrawn = Withdrawn(10, 3)
+    for now, name in enumerate(("t0", "t1", "t2", "t3", "t1")):
+        withdrawn.note(session, Abort(name, 1, "consumer", "aborted", "enough"), now)
+    assert len(withdrawn) == 3
+    assert not withdrawn.claim(("t0", 1), 5)
+    assert not withdrawn.claim(("t2", 1), 12), "for as long as it says"
+    assert len(withdrawn.claim(("t1", 1), 13)) == 1, "said again, it counts from then on"
 
 
 def test_a_source_that_is_gone_costs_the_other_sources_nothing(net: Net, a: Member, b: Member) -> None:

@@ -22,7 +22,13 @@ def token_bytes() -> int:
 
 
 def block_ids(tokens: int, blocks: int, seed: int, *, scattered: bool) -> list[int]:
-    """Blocks for so many tokens: anywhere among all, or one after another."""
+    """Blocks for so many tokens: anywhere among all, or one after another.
+
+    Raises:
+        ValueError: There are not so many.
+    """
+    if tokens > blocks * BLOCK_TOKENS:
+        raise ValueError(f"{blocks} blocks have no room for {tokens} tokens")
     ids = np.random.default_rng(seed).permutation(blocks) if scattered else np.arange(blocks)
     found: list[int] = ids[: tokens // BLOCK_TOKENS].tolist()
     return found

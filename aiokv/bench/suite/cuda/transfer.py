@@ -46,6 +46,8 @@ _TRANSPORTS = ("cuda_ipc", "nccl", "shm", "tcp")
 _D2D, _GROUPED, _SINGLY = "device to device copy", "ncclSend, one group", "ncclSend, one by one"
 _PCIE, _SOCKETS = "DMA both ways at once", "raw sockets"
 _SEED, _K = 3, 1 << 10
+#: The most tokens that are moved by what takes a second and more for the rest.
+_SLOW = 8 * _K
 #: Seconds for the first transfer of a transport.
 _PATIENCE_S = 40
 
@@ -244,7 +246,8 @@ def _ratios(report: Report, tokens: int, found: dict[str, list[float]], *, quick
 
 async def _run(report: Report, options: Options) -> None:
     sizes, rounds = ({2 * _K: 3}, 2) if options.quick else ({2 * _K: 5, 8 * _K: 5, 32 * _K: 3}, 5)
-    blocks = max(sizes) // BLOCK_TOKENS * 5 // 4
+    # Scattered among more than are needed, also where both ways go at once.
+    blocks = max(max(sizes) * 5 // 4, 2 * min(max(sizes), _SLOW)) // BLOCK_TOKENS
     used = min(gpus(), 2)
     report.row("between", {"processes": 2, "GPUs": used})
     async with AsyncExitStack() as stack:
@@ -271,7 +274,7 @@ async def _run(report: Report, options: Options) -> None:
         await pair.connect(STREAMS)
         await _check(report, pair, min(sizes))
         for tokens, times in sizes.items():
-            ways = _ways(pair, tokens, times, slow=tokens <= 8 * _K)
+            ways = _ways(pair, tokens, times, slow=tokens <= _SLOW)
             found = await alternate(rounds if tokens > 2 * _K else min(rounds, 3), ways)
             _tell(report, tokens, found)
             _ratios(report, tokens, found, quick=options.quick)
