@@ -145,6 +145,8 @@ class Guest:
     def _try_again(self) -> None:
         """See whether there is an owner again; until it answers the next attempt waits already."""
         if self._line is not None:
+            if self._state == "attaching":  # let in later, it would be kept till this process ends
+                self._line.send(frame(Detach()))
             self._line.close()
         self._state = "lost"
         self._delay = min(2 * self._delay, _LAST_S)
