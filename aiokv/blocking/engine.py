@@ -181,7 +181,7 @@ class Fetch(Transfer[aiokv.Fetch]):
         return iterate(self._thread, self._handle.layers())
 
 
-class TransferEngine:
+class TransferEngine(Shared):
     """``aiokv.TransferEngine`` in a thread; a context manager.
 
     Args:
@@ -194,39 +194,9 @@ class TransferEngine:
     """
 
     def __init__(self, engine: aiokv.TransferEngine, *, thread: LoopThread | None = None) -> None:
+        super().__init__(engine, thread)
         self.engine = engine
         self.cache = engine.cache
-        self._loop = Shared(thread)
-
-    @property
-    def thread(self) -> LoopThread:
-        """Runs its loop.
-
-        Raises:
-            ClosedError: It was not entered.
-        """
-        return self._loop.thread
-
-    def __enter__(self) -> Self:
-        """Open it.
-
-        Raises:
-            AiokvError, OSError, ValueError: It can't be had; see ``aiokv.TransferEngine``.
-        """
-        self._loop.enter(self.engine.__aenter__)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Abort what is going on, on both sides, and wait until it is quiet. May be called twice."""
-        self._loop.leave(self.engine.aclose)
 
     @property
     def address(self) -> str:

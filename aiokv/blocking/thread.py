@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import uvloop
 
@@ -219,47 +219,68 @@ class LoopThread:
         self.close()
 
 
+class Opened(Protocol):
+    """What is open on a loop: an engine, or a tier."""
+
+    async def __aenter__(self) -> object:
+        """Open it."""
+
+    async def aclose(self) -> None:
+        """Close it, once all is quiet."""
+
+
 class Shared:
-    """The thread of an engine or a tier: somebody's, or one that is made and closed with it.
+    """What runs on a thread's loop: somebody's, or one that is made and closed with it. A context manager.
 
     Args:
+        opened: What is opened there.
         thread: Somebody's; None: one is made.
     """
 
-    def __init__(self, thread: LoopThread | None) -> None:
+    def __init__(self, opened: Opened, thread: LoopThread | None) -> None:
+        self._opened = opened
         self._given = thread
         self._thread = thread
 
     @property
     def thread(self) -> LoopThread:
-        """The thread.
+        """Runs its loop.
 
         Raises:
-            ClosedError: It was not made yet.
+            ClosedError: It was not entered.
         """
         if self._thread is None:
             raise ClosedError("it was not entered")
         return self._thread
 
-    def enter(self, enter: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Open what belongs to it."""
+    def __enter__(self) -> Self:
+        """Open it; the errors are those of entering what it is made of."""
         if self._thread is None:
             self._thread = LoopThread()
         try:
-            self._thread.run(enter())
+            self._thread.run(self._opened.__aenter__())
         except BaseException:
             if self._given is None:
                 self._thread.close()
             raise
+        return self
 
-    def leave(self, leave: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Close what belongs to it. May be called twice."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give up what is going on, on both sides, and wait until it is quiet. May be called twice."""
         if self._thread is None:
             return
         self._thread.check()
         try:
             if not self._thread.closed:
-                self._thread.run(leave())
+                self._thread.run(self._opened.aclose())
         finally:
             if self._given is None:
                 self._thread.close()

@@ -72,7 +72,7 @@ class Lookup:
         self._tier.thread.run(self.lookup.__aexit__(kind, error, traceback))
 
 
-class HostTier:
+class HostTier(Shared):
     """``aiokv.HostTier`` in a thread; a context manager.
 
     What isn't said here is as there. A ``stream`` that isn't given is the calling thread's current one.
@@ -89,41 +89,10 @@ class HostTier:
     """
 
     def __init__(self, tier: aiokv.HostTier, *, thread: LoopThread | None = None) -> None:
+        super().__init__(tier, thread)
         self.tier = tier
         self.cache = tier.cache
         self.block_size = tier.block_size
-        self._loop = Shared(thread)
-
-    @property
-    def thread(self) -> LoopThread:
-        """Runs its loop.
-
-        Raises:
-            ClosedError: It was not entered.
-        """
-        return self._loop.thread
-
-    def __enter__(self) -> Self:
-        """Take the first of the memory.
-
-        Raises:
-            CapacityError: The machine hasn't so much memory, or it can't be pinned.
-            ClosedError: It was entered before; its cache or engine is closed.
-        """
-        self._loop.enter(self.tier.__aenter__)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give up what is going on, wait until it is quiet, and give the memory back. May be called twice."""
-        self._loop.leave(self.tier.aclose)
 
     def grown(self) -> Future[None]:
         """Over when the pool is as large as it is to be; see ``aiokv.HostTier.grown``."""
