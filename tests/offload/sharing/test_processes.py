@@ -10,9 +10,8 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,11 +19,10 @@ import aiokv
 from aiokv.errors import PeerLostError
 from aiokv.offload.sharing import guest
 from aiokv.offload.sharing.owner import HostPool
+from aiokv.testing import sharers
+from aiokv.testing.sharers import PATIENCE_S, Child, children
 from aiokv.testing.tiers import BLOCK, names, tier_on
 from aiokv.testing.tierusers import Users
-
-CHILD = Path(__file__).with_name("child.py")
-PATIENCE_S = 30
 
 #: What the children do is the same under both.
 pytestmark = pytest.mark.one_loop
@@ -33,67 +31,8 @@ pytestmark = pytest.mark.one_loop
 @pytest.fixture(scope="module")
 def parent() -> Iterator[subprocess.Popen[bytes]]:
     """Begins the others; all end with it."""
-    root = str(Path(aiokv.__file__).parents[1])
-    with subprocess.Popen(
-        [sys.executable, str(CHILD)], stdin=-1, stdout=-1, env={**os.environ, "PYTHONPATH": root}
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        assert process.stdout.readline() == b"ready\n"
+    with sharers.parent() as process:
         yield process
-        process.stdin.close()
-
-
-class Child:
-    """One of them."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
-        self.reader, self.writer, self.pid = reader, writer, pid
-
-    async def __call__(self, what: str, **arguments: Any) -> Any:
-        self.order(what, **arguments)
-        async with asyncio.timeout(PATIENCE_S):
-            return json.loads(await self.reader.readline())
-
-    def order(self, what: str, **arguments: Any) -> None:
-        self.writer.write(json.dumps([what, arguments]).encode() + b"\n")
-
-    def signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-
-
-Begin = Callable[[], Awaitable[Child]]
-
-
-@contextlib.asynccontextmanager
-async def children(parent: subprocess.Popen[bytes], folder: Path) -> AsyncIterator[Begin]:
-    come: asyncio.Queue[Child] = asyncio.Queue()
-
-    async def met(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        come.put_nowait(Child(reader, writer, json.loads(await reader.readline())))
-
-    path = folder / "orders"
-    server = await asyncio.start_unix_server(met, path)
-    there: list[Child] = []
-
-    async def begin() -> Child:
-        assert parent.stdin is not None
-        parent.stdin.write(f"{path}\n".encode())
-        parent.stdin.flush()
-        async with asyncio.timeout(PATIENCE_S):
-            there.append(await come.get())
-        return there[-1]
-
-    try:
-        yield begin
-    finally:
-        for child in there:
-            child.signal(signal.SIGKILL)
-            await child.reader.read()  # it is over when the kernel has closed this
-            child.writer.close()
-        server.close()
-        await asyncio.sleep(0)
 
 
 async def until(what: Callable[[], bool]) -> None:
