@@ -35,7 +35,7 @@ LAYERS = ("layers.0", "layers.1")
 BLOCK_BYTES = len(LAYERS) * 2 * SIZE * 16 * 4
 
 
-def _numbers(tokens: Iterable[int], weights: int) -> list[int]:
+def numbers(tokens: Iterable[int], weights: int) -> list[int]:
     """What the model writes for each token: exact as float32."""
     found, number = [], weights
     for token in tokens:
@@ -48,7 +48,7 @@ def answer(prompt: list[int], count: int, weights: int = 1) -> list[int]:
     """What the model answers."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(_numbers(tokens, weights)[-1] % 50)
+        tokens.append(numbers(tokens, weights)[-1] % 50)
     return tokens[len(prompt) :]
 
 
@@ -124,9 +124,7 @@ class Played:
         self.ahead = ahead
         #: What came of steps, as far as the scheduler hasn't heard of it.
         self.unheard: deque[tuple[list[tuple[Request, int, int]], Outcome, News | None]] = deque()
-        # As on a CPU: all layers are views of one storage, K and V joined.
-        storage = torch.zeros(len(LAYERS), blocks, 2, SIZE, 16)
-        self.tensors = dict(zip(LAYERS, storage, strict=True))
+        self.tensors = self.allocate(blocks)
         layout, tensors = cache_layout(
             [Group(LAYERS, SIZE, 2, 8)], self.tensors, heads=(0, 2), total_heads=2, model=b""
         )
@@ -151,6 +149,26 @@ class Played:
         #: Preempted since the last step.
         self.taken: set[str] = set()
         self.computed = self.preempted = self.recalled = 0
+
+    # -- the device
+
+    def allocate(self, blocks: int) -> dict[str, torch.Tensor]:
+        """As on a CPU: all layers are views of one storage, K and V joined."""
+        return dict(zip(LAYERS, torch.zeros(len(LAYERS), blocks, 2, SIZE, 16), strict=True))
+
+    def stream(self) -> object | None:
+        """What the model computes on."""
+        return None
+
+    def attend(self, tensor: torch.Tensor, request: Request, first: int, last: int) -> None:
+        """Look whether the tokens before ``first`` are there, and write the others."""
+        wanted = np.array(numbers(request.truth[:last], self.weights), np.float32)
+        content = tensor.numpy()  # torch takes long for little, where others take the cores
+        there = content[request.blocks].transpose(0, 2, 1, 3).reshape(-1, 2 * 16)
+        assert (there[:first] == wanted[:first, None]).all(), f"{request.request_id} reads another's"
+        at = np.arange(first, last)
+        blocks = np.array(request.blocks)[at // SIZE]
+        content[blocks, :, at % SIZE] = wanted[first:, None, None]
 
     # -- blocks
 
@@ -235,8 +253,8 @@ class Played:
                 request.unheard += 1
         self.worker.before(orders)
         self.compute(chosen)
-        self.worker.carry_out(orders)
-        self.worker.computed(orders)
+        self.worker.carry_out(orders, self.stream())
+        self.worker.computed(orders, self.stream)
         self.recalled += sum(len(each.hashes) for each in orders.recalls)
         self.unheard.append((self.sample(chosen), self.worker.outcome() or Outcome(), self.worker.news()))
         while len(self.unheard) > (self.ahead and bool(chosen)):
@@ -246,7 +264,7 @@ class Played:
         found = []
         for request, first, tokens in chosen:
             if first + tokens == len(request.truth):
-                request.truth.append(_numbers(request.truth, self.weights)[-1] % 50)
+                request.truth.append(numbers(request.truth, self.weights)[-1] % 50)
                 found.append((request, request.life, request.truth[-1]))
         return found
 
@@ -342,15 +360,8 @@ class Played:
     def compute(self, chosen: list[tuple[Request, int, int]]) -> None:
         for layer, tensor in enumerate(self.tensors.values()):
             for request, first, tokens in chosen:
-                last = first + tokens
-                wanted = np.array(_numbers(request.truth[:last], self.weights), np.float32)
-                content = tensor.numpy()  # torch takes long for little, where others take the cores
-                there = content[request.blocks].transpose(0, 2, 1, 3).reshape(-1, 2 * 16)
-                assert (there[:first] == wanted[:first, None]).all(), f"{request.request_id} reads another's"
-                at = np.arange(first, last)
-                blocks = np.array(request.blocks)[at // SIZE]
-                content[blocks, :, at % SIZE] = wanted[first:, None, None]
-            self.worker.written(layer)
+                self.attend(tensor, request, first, first + tokens)
+            self.worker.written(layer, self.stream)
         for request, _, tokens in chosen:
             self.computed += tokens
             self.cache(request)
