@@ -3,7 +3,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -26,7 +26,10 @@ def real() -> ModuleType:
     return beside("real")
 
 
-@pytest.fixture(scope="session")
-def played() -> ModuleType:
+@pytest.fixture(scope="session", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def played(request: pytest.FixtureRequest) -> SimpleNamespace:
     """A vLLM that is played."""
-    return beside("played")
+    found = SimpleNamespace(**vars(beside("played")))
+    if request.param == "gpu":
+        found.Played = found.PlayedOnGpu
+    return found

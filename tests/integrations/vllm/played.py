@@ -28,7 +28,7 @@ from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.worker import WorkerHalf
 
-__all__ = ["LAYERS", "SIZE", "Played", "Request", "answer"]
+__all__ = ["LAYERS", "SIZE", "Played", "PlayedOnGpu", "Request", "answer"]
 
 SIZE = 32
 LAYERS = ("layers.0", "layers.1")
@@ -406,3 +406,55 @@ class Played:
     def flood(self) -> None:
         """Let others have all blocks."""
         self.answer([self.computed % 49, *range(SIZE * len(self.free) - 2)], 1)
+
+
+class PlayedOnGpu(Played):
+    """The same on a GPU, as vLLM has it there: layers of their own, and a stream that lags behind the host.
+
+    What a step reads is looked at by the GPU itself, on the stream that computes, so that it is what a
+    model would have read; the host learns of it in ``settle``.
+    """
+
+    #: Cycles by which each layer of each step is late.
+    LATE = 100_000
+
+    def allocate(self, blocks: int) -> dict[str, torch.Tensor]:
+        self.computing: Any = torch.cuda.Stream()
+        self.wrong = torch.zeros((), dtype=torch.bool, device="cuda")
+        self.steps: deque[Any] = deque()
+        made = {layer: torch.zeros(blocks, 2, SIZE, 2, 8, device="cuda") for layer in LAYERS}
+        torch.cuda.synchronize()
+        return made
+
+    def stream(self) -> object:
+        return self.computing
+
+    def attend(self, tensor: torch.Tensor, request: Request, first: int, last: int) -> None:
+        wanted, at = numbers(request.truth[:last], self.weights), range(first, last)
+        with torch.cuda.stream(self.computing):
+            torch.cuda._sleep(self.LATE)
+            there = tensor[_there(request.blocks)].transpose(1, 2).reshape(-1, 2 * 16)
+            before = _there(wanted[:first], torch.float32)
+            self.wrong |= (there[:first] != before[:, None]).any()
+            blocks, slots = _there([request.blocks[token // SIZE] for token in at]), [t % SIZE for t in at]
+            tensor[blocks, :, _there(slots)] = _there(wanted[first:], torch.float32)[:, None, None, None]
+
+    def step(self) -> None:
+        super().step()
+        event = torch.cuda.Event()
+        event.record(self.computing)
+        self.steps.append(event)
+        if len(self.steps) > self.ahead:  # what a step has sampled is needed for the next, or the one after
+            self.steps.popleft().synchronize()
+
+    def settle(self, *others: Played) -> None:
+        super().settle(*others)
+        for side in (self, *others):
+            assert isinstance(side, PlayedOnGpu)
+            side.computing.synchronize()
+            assert not side.wrong.item(), "a request has read another's"
+
+
+def _there(values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """On the GPU, by a copy that the host doesn't wait for."""
+    return torch.tensor(values, dtype=dtype).pin_memory().to("cuda", non_blocking=True)

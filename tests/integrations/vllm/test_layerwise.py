@@ -58,8 +58,9 @@ def test_it_is_offered_in_the_step_that_computes_the_last_of_it(
     assert not any(left.users)
 
 
-def test_by_the_answer_of_the_prefill_side(make: Make, played: ModuleType) -> None:
-    left, right = pair(make)
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_by_the_answer_of_the_prefill_side(make: Make, played: ModuleType, layerwise: bool) -> None:
+    left, right = make("left", layerwise=layerwise), make("right")
     done = left.add("a", ASKED, 1, {"do_remote_decode": True})
     while done.said is None:
         left.step()
