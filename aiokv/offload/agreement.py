@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
 from aiokv.errors import AiokvError
+from aiokv.offload.begun import Begun
 from aiokv.offload.policies import Key
 from aiokv.ranks import Blocks, Hit, Miss, Outcome, RankGroup, Turn
 
@@ -63,7 +65,7 @@ class Jointly:
         """Make a call that gives a count; what it gives on all ranks.
 
         It begins, and takes its turn, now, and goes on also if nobody ever waits. Who waits and is cancelled
-        waits until the call is over.
+        waits until the call is over, and the other ranks are told.
         """
         turn = self.turn(what, keys)
         try:
@@ -71,7 +73,7 @@ class Jointly:
         except BaseException as error:
             turn.fail(error)
             raise
-        return _awaited(asyncio.get_running_loop().create_task(self._brought(turn, going)))
+        return Begun(_awaited(asyncio.ensure_future(Begun(self._brought(turn, going)))))
 
     async def _brought(self, turn: Turn, going: Coroutine[Any, Any, int]) -> int:
         try:
@@ -89,4 +91,11 @@ async def at_once(going: Coroutine[Any, Any, int]) -> AsyncIterator[int]:
 
 
 async def _awaited(task: asyncio.Task[int]) -> int:
-    return await task
+    try:
+        return await task
+    except asyncio.CancelledError:
+        task.cancel()  # it knows already, unless whoever waits was cancelled before it did
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        raise

@@ -10,6 +10,7 @@ from typing import Any, SupportsIndex
 from aiokv.engine.arguments import BlockIds, checked_priority, checked_stream, seconds
 from aiokv.errors import ClosedError, LocalProtocolError
 from aiokv.offload.agreement import at_once
+from aiokv.offload.begun import Begun
 from aiokv.offload.calls import Stored, Wanted, checked_blocks, checked_hashes
 from aiokv.offload.events import TierEvent
 from aiokv.offload.life import Life
@@ -18,6 +19,7 @@ from aiokv.offload.policies import Key
 from aiokv.offload.progress import Progress
 from aiokv.offload.statistics import Dropped, TierStatistics
 from aiokv.offload.traffic import Traffic
+from aiokv.ranks import Turn
 
 __all__ = ["HostTier"]
 
@@ -154,7 +156,7 @@ class HostTier(Life):
 
         def begin() -> Coroutine[Any, Any, int]:
             traffic, progress, until = self._begin_load(hit, blocks, stream, priority, deadline)
-            return traffic.followers.over(progress, until)
+            return Begun(traffic.followers.over(progress, until))
 
         return begin() if self._jointly is None else self._jointly.counted("load", hit.hashes, begin)
 
@@ -255,7 +257,7 @@ class HostTier(Life):
                 count=listed[0].ids.size // self._pool.ratios[0], least=count, most=count,
             )  # fmt: skip
             until = None if deadline is None else self._clock() + seconds(deadline)
-            return traffic.followers.kept(traffic.store(call, wanted), call, wanted, until)
+            return Begun(traffic.followers.kept(traffic.store(call, wanted), call, wanted, until))
 
         return begin() if self._jointly is None else self._jointly.counted("store", kept, begin)
 
@@ -293,7 +295,7 @@ class HostTier(Life):
 
     # -- all of it
 
-    async def reset(self) -> Dropped:
+    def reset(self) -> Coroutine[Any, Any, Dropped]:
         """Drop all blocks, and wait until no copy is going on: the weights changed, say.
 
         Nothing that was stored before is found, or loaded, afterwards: loads that are going on end as misses,
@@ -306,6 +308,9 @@ class HostTier(Life):
             ClosedError: The tier isn't open.
         """
         turn = None if self._jointly is None else self._jointly.turn("reset")
+        return Begun(self._dropped(turn))
+
+    async def _dropped(self, turn: Turn | None) -> Dropped:
         try:
             dropped = await self._reset()
         except BaseException as error:

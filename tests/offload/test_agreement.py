@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from aiokv.errors import AiokvError, ClosedError, InvalidBlocks, LocalProtocolError
+from aiokv.errors import (
+    AiokvError,
+    ClosedError,
+    DeadlineExceeded,
+    InvalidBlocks,
+    LocalProtocolError,
+    PeerLostError,
+)
 from aiokv.ranks import RankGroup
 from aiokv.testing.ranks import MemoryRanks
 from aiokv.testing.tiers import Kit, names, tier_on
@@ -129,21 +136,36 @@ async def test_who_is_cancelled_at_any_time_enters_all_the_same(seed: int) -> No
             assert await on_all(kits, lambda kit: kit.found(names("a", 6))) == [6, 6]
 
 
+@pytest.mark.parametrize("what", ["store", "load", "exists", "delete", "reset"])
 @pytest.mark.asyncio
-async def test_a_call_that_nobody_ever_waits_for_is_entered(seed: int) -> None:
+async def test_a_call_that_is_cancelled_before_its_task_ran_is_entered(seed: int, what: str) -> None:
     async with several(seed) as kits:
+        await on_all(kits, lambda kit: kit.tier.store(names("a", 6), list(range(6))))
 
-        async def store(kit: Kit) -> int:
-            kept = kit.tier.store(names("a", 6), list(range(6)))
-            if kit is kits[0]:
-                task = asyncio.ensure_future(kept)
+        async def call(kit: Kit) -> Any:
+            async with kit.tier.lookup(names("a", 6)) as hit:
+                made = {
+                    "store": lambda: kit.tier.store(names("b", 6), list(range(6))),
+                    "load": lambda: kit.tier.load(hit, list(range(20, 26))),
+                    "exists": lambda: kit.tier.exists(names("a", 6)),
+                    "delete": lambda: kit.tier.delete(names("c", 6)),
+                    "reset": kit.tier.reset,
+                }[what]()
+                if kit is kits[1]:
+                    return await made
+                task = asyncio.ensure_future(made)
                 task.cancel()
                 await asyncio.wait([task])
-                return 6
-            return await kept
+                assert task.cancelled()
+                found = kit.tier.statistics()
+                assert (found.blocks_leased, found.copies) == (0, 0)
+                return None
 
-        assert await on_all(kits, store) == [6, 6]
-        assert await on_all(kits, lambda kit: kit.found(names("a", 6))) == [6, 6]
+        _, other = await on_all(kits, call)
+        # It has what both did, or is told of the other; it doesn't wait until the group is given up.
+        assert not isinstance(other, DeadlineExceeded | PeerLostError)
+        kept = await on_all(kits, lambda kit: kit.tier.store(names("d", 6), list(range(6))))
+        assert kept == [6, 6]
 
 
 @pytest.mark.asyncio

@@ -425,6 +425,30 @@ async def test_cancelled_at_each_await_nothing_is_left(kind: str, what: str, see
         assert await kit.get(names("a", 12), range(40, 52)) == 12, "the hit rate is what it was"
 
 
+@both
+@pytest.mark.parametrize("what", ["load", "store", "all is there"])
+@pytest.mark.asyncio
+async def test_cancelled_before_its_task_ran_nothing_is_left(kind: str, what: str, seed: int) -> None:
+    """A call begins with the call: who makes a task of it and cancels that at once has begun."""
+    async with tier_on(kind, seed) as kit:
+        before = kit.content(range(12))
+        await kit.tier.store(names("a", 12), list(range(12)))
+        async with kit.tier.lookup(names("a", 12)) as hit:
+            if what == "load":
+                call = kit.tier.load(hit, list(range(40, 52)))
+            else:
+                keys = names("a" if what == "all is there" else "b", 12)
+                call = kit.tier.store(keys, list(range(20, 32)))
+            task = asyncio.ensure_future(call)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            found = kit.tier.statistics()
+            assert (found.blocks_leased, found.places_pending, found.copies) == (0, 0, 0)
+        assert await kit.get(names("a", 12), range(20, 32)) == 12
+        assert kit.holds(range(20, 32), before)
+
+
 @pytest.mark.asyncio
 async def test_cancelled_copies_keep_their_blocks_until_they_are_quiet(seed: int) -> None:
     async with tier_on("mocked", seed, stepping=False) as kit:

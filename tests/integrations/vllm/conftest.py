@@ -32,4 +32,5 @@ def played(request: pytest.FixtureRequest) -> SimpleNamespace:
     found = SimpleNamespace(**vars(beside("played")))
     if request.param == "gpu":
         found.Played = found.PlayedOnGpu
+        found.warm()  # what CUDA keeps from its first use on is not left behind by the test that is first
     return found

@@ -28,7 +28,7 @@ from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.worker import WorkerHalf
 
-__all__ = ["LAYERS", "SIZE", "Played", "PlayedOnGpu", "Request", "answer"]
+__all__ = ["LAYERS", "SIZE", "Played", "PlayedOnGpu", "Request", "answer", "warm"]
 
 SIZE = 32
 LAYERS = ("layers.0", "layers.1")
@@ -458,3 +458,11 @@ class PlayedOnGpu(Played):
 def _there(values: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """On the GPU, by a copy that the host doesn't wait for."""
     return torch.tensor(values, dtype=dtype).pin_memory().to("cuda", non_blocking=True)
+
+
+def warm() -> None:
+    """Have CUDA, and torch's pinned memory, begun."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        _there([1]).add_(1)
+    torch.cuda.synchronize()

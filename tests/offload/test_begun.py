@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from aiokv.errors import DeviceError
+from aiokv.offload.begun import Begun
+
+
+@pytest.mark.asyncio
+async def test_cancelled_before_it_ran_it_comes_to_its_first_wait_first() -> None:
+    seen: list[object] = []
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def going() -> None:
+        seen.append("begun")
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            seen.append("cancelled")
+            await asyncio.sleep(0)
+            seen.append("quiet")
+            raise
+
+    task = asyncio.ensure_future(Begun(going()))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == ["begun", "cancelled", "quiet"]
+
+
+@pytest.mark.asyncio
+async def test_what_has_nothing_to_wait_for_is_cancelled_all_the_same() -> None:
+    async def going() -> int:
+        return 1
+
+    task = asyncio.ensure_future(Begun(going()))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await Begun(going()) == 1
+    assert await asyncio.ensure_future(Begun(going())) == 1
+
+
+@pytest.mark.asyncio
+async def test_its_own_error_comes_first() -> None:
+    async def going() -> None:
+        raise DeviceError("this")
+
+    task = asyncio.ensure_future(Begun(going()))
+    task.cancel()
+    with pytest.raises(DeviceError):
+        await task
+
+
+def test_closed_it_is_over() -> None:
+    async def going() -> None:
+        await asyncio.sleep(0)
+
+    begun = Begun(going())
+    begun.send(None)
+    begun.close()
+    with pytest.raises(RuntimeError, match="already"):
+        begun.send(None)
