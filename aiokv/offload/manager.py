@@ -18,10 +18,13 @@ from aiokv.errors import LocalProtocolError
 from aiokv.offload.judges import Judges
 from aiokv.offload.offered import Offered
 from aiokv.offload.pins import Pins
-from aiokv.offload.places import FreePlaces, Places, ascending
+from aiokv.offload.places import FreePlaces, Places, array_of, ascending
 from aiokv.offload.policies import Admission, Key, Policy
 
 __all__ = ["BlockTable"]
+
+#: From so many blocks on numpy is faster.
+_MANY = 32
 
 
 class BlockTable:
@@ -123,10 +126,8 @@ class BlockTable:
         """
         if len(set(keys)) != len(keys):
             raise ValueError("a hash stands twice in one lookup")
-        places = list(map(self._places.get, keys))
-        if None in places:
-            del places[places.index(None) :]
-        found = Places(cast("list[int]", places))
+        # Up to the first that isn't there.
+        found = Places(cast("Iterable[int]", iter(map(self._places.get, keys).__next__, None)))
         self.pin(found)
         if found:
             self._judges.used(found, hit=True)
@@ -143,18 +144,17 @@ class BlockTable:
             LocalProtocolError: One isn't in use.
         """
         followers, keys = self._followers, self._keys
-        idle: list[int] = []
-        gone: list[int] = []
         unused = self._pins.down(places)
         self.in_use -= len(unused)
-        for place in unused:
-            if keys[place] is None:
-                gone.append(place)
-            elif not followers[place]:
-                idle.append(place)
-        if gone:
+        if self.detached and (gone := [place for place in unused if keys[place] is None]):
             self.detached -= len(gone)
             self._free.give(gone)
+            unused = [place for place in unused if keys[place] is not None]
+        if len(unused) > _MANY:
+            where = np.array(unused, dtype=np.int64)
+            idle = where[np.frombuffer(followers, np.int32)[where] == 0].tolist()
+        else:
+            idle = [place for place in unused if not followers[place]]
         if idle:
             self._judges.idle(idle)
 
@@ -177,10 +177,10 @@ class BlockTable:
         if len(set(keys)) != len(keys):
             raise ValueError("a hash stands twice in one store")
         get = self._places.get
-        places = [get(key, -1) for key in keys]
-        there = [place for place in places if place >= 0]
+        at = list(map(get, keys))
+        there = [] if at.count(None) == len(at) else [place for place in at if place is not None]
         before = get(parent, -1) if parent is not None else -1
-        lacking = [index for index, place in enumerate(places) if place < 0] if there else range(len(keys))
+        lacking = [index for index, place in enumerate(at) if place is None] if there else range(len(keys))
         found = Offered()
         wanted = self._judges.admitted(keys if not there else [keys[index] for index in lacking])
         held = [*there, before] if before >= 0 and before not in there else there
@@ -196,18 +196,16 @@ class BlockTable:
             found.kept = lacking[room] if room < len(lacking) else len(keys)
             found.refused = len(keys) - found.kept
             new = lacking[:room]
-            for index, place in zip(new, taken, strict=True):
-                places[index] = place
             if there:
                 pending = self._pending
                 found.pending = [
                     (index, place)
-                    for index, place in enumerate(places[: found.kept])
-                    if place >= 0 and pending[place]
+                    for index, place in enumerate(at[: found.kept])
+                    if place is not None and pending[place]
                 ]
             found.new = list(zip(new, taken, strict=True))
             self._put(keys if room == len(keys) else [keys[index] for index in new], taken)
-            self._link(places, new, before)
+            self._link(cast("list[int]", at), found.new, before)
         finally:
             self.release(held)
         return found
@@ -215,8 +213,12 @@ class BlockTable:
     def finish(self, places: Sequence[int], *, ok: bool) -> None:
         """What was to be written is: it can be read from now on. Or it isn't, and is gone."""
         pending = self._pending
-        for place in places:
-            pending[place] = 0
+        if len(places) > _MANY:
+            places = Places(places)
+            np.frombuffer(pending, np.uint8)[array_of(places)] = 0
+        else:
+            for place in places:
+                pending[place] = 0
         self.pending -= len(places)
         if not ok:
             self.drop(places, "dropped")
@@ -268,12 +270,25 @@ class BlockTable:
         if places:
             self._judges.stored(places, keys)
 
-    def _link(self, places: Sequence[int], new: Sequence[int], before: int) -> None:
-        """Say of each new block which one it continues."""
+    def _link(self, at: list[int], new: Sequence[tuple[int, int]], before: int) -> None:
+        """Say of each new block which one it continues.
+
+        Args:
+            at: Where all blocks of the call are, but for the new ones, which are entered.
+            new: Index and place of each, ascending.
+            before: Where the block before the first is; -1 if it isn't there.
+        """
         parents, followers = self._parents, self._followers
-        for index in new:
-            parent = places[index - 1] if index else before
-            parents[places[index]] = parent
+        if len(new) > _MANY and new[-1][0] - new[0][0] == len(new) - 1:
+            # Of those behind the first each continues a new one, which nothing continued before.
+            where = np.array([place for _, place in new], dtype=np.int64)
+            np.frombuffer(parents, np.int64)[where[1:]] = where[:-1]
+            np.frombuffer(followers, np.int32)[where[:-1]] = 1
+            new = new[:1]
+        for index, place in new:
+            at[index] = place
+            parent = at[index - 1] if index else before
+            parents[place] = parent
             if parent >= 0:
                 followers[parent] += 1
 
@@ -299,33 +314,33 @@ class BlockTable:
     def _choose(self, count: int, taken: list[int], gone: list[Key]) -> None:
         pins, followers, keys, parents = self._pins.counts, self._followers, self._keys, self._parents
         policy, places, patience = self.policy, len(self._keys), 2 * len(self._keys) + 64
+        freed, left = policy.freed, count
         for victim in policy.victims():
-            place = victim
-            if not 0 <= place < places:
-                raise LocalProtocolError(f"the policy would evict block {place} of {places}")
-            while True:
-                key = keys[place]
-                if key is None or pins[place] or followers[place]:
-                    patience -= 1
-                    if not patience:
-                        raise LocalProtocolError("the policy goes on naming blocks that can't go")
-                    break
+            if not 0 <= victim < places:
+                raise LocalProtocolError(f"the policy would evict block {victim} of {places}")
+            place, key = victim, keys[victim]
+            if pins[place] or followers[place]:
+                key = None
+            while key is not None:
                 keys[place] = None
                 taken.append(place)
                 gone.append(key)
-                parent = parents[place]
-                last = True
-                if parent >= 0:
-                    left = followers[parent] - 1
-                    followers[parent] = left
-                    last = left > 0 or pins[parent] > 0 or not policy.freed(parent)
-                if len(taken) == count:
-                    if not last:
-                        policy.idle((parent,))  # it is next, another time
+                left -= 1
+                place = parents[place]
+                if place >= 0:
+                    followers[place] -= 1
+                free = place >= 0 and not followers[place] and not pins[place] and freed(place)
+                if not left:
+                    if free:
+                        policy.idle((place,))  # it is next, another time
                     return
-                if last:
+                if not free:
                     break
-                place = parent
+                key = keys[place]
+            else:
+                patience -= 1
+                if not patience:
+                    raise LocalProtocolError("the policy goes on naming blocks that can't go")
 
     def _forget(self, places: Sequence[int], keys: Sequence[Key], why: str) -> None:
         """Take blocks out of the index, some of which may be in use or continued; free the others' places."""
