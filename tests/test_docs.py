@@ -35,7 +35,7 @@ def test_the_table_of_states_is_the_one_in_the_code() -> None:
 
 def test_every_message_and_setting_is_in_the_protocol() -> None:
     kinds = ["Hello", "Ping", "Pong", "Bye", "Reset", "Offer", "Grant", "Accept", "Ready", "Landed"]
-    for kind in [*kinds, "Refuse", "Abort", "Aborted"]:
+    for kind in [*kinds, "Refuse", "Abort", "Aborted", "Renew"]:
         assert hasattr(messages, kind)
         assert kind.upper() in PROTOCOL
     bounds = {"tombstones", "peers"}  # how many, not when

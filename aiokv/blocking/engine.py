@@ -24,6 +24,7 @@ class OfferOptions(TypedDict, total=False):
     to: Sequence[str]
     attempt: int
     deadline: float
+    hold: float | None
     trace: str
 
 
@@ -214,6 +215,10 @@ class TransferEngine(Shared):
         """
         options["stream"] = self.cache.device.adopt(options.get("stream"))
         return Fetch(self, self.thread.call(lambda: self.engine.fetch(tid, blocks, **options)))
+
+    def renew(self, tid: str, *, sources: Sequence[str] | None = None, attempt: int = 0) -> None:
+        """Say that it will be fetched; see ``aiokv.TransferEngine.renew``."""
+        self.thread.call(lambda: self.engine.renew(tid, sources=sources, attempt=attempt))
 
     def statistics(self) -> aiokv.Statistics:
         """Counts so far, and what is going on. Never blocks."""

@@ -255,7 +255,7 @@ def _shown(text: str) -> str:
     return repr(text) if len(text) <= 80 else f"{text[:40]!r} and {len(text) - 40} characters more"
 
 
-def seconds(deadline: float) -> int:
+def seconds(deadline: float, what: str = "deadline") -> int:
     """A deadline in nanoseconds from now.
 
     Raises:
@@ -264,7 +264,7 @@ def seconds(deadline: float) -> int:
     """
     given: object = deadline
     if not isinstance(given, float | int | Real):
-        raise TypeError(f"deadline is a number of seconds, not {deadline!r}")
+        raise TypeError(f"{what} is a number of seconds, not {deadline!r}")
     if not 0 < deadline < _DAY:
-        raise ValueError(f"deadline lies between 0 s and a day, not at {deadline!r} s")
+        raise ValueError(f"{what} lies between 0 s and a day, not at {deadline!r} s")
     return max(1, int(deadline * SECOND))

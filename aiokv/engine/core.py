@@ -34,7 +34,7 @@ from aiokv.proto.plan import planned_bytes
 from aiokv.proto.session import Identity, Phase, Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.table import Table
-from aiokv.proto.transfers import Action, ActionKind, Fetching, Offering, Part, Transfer
+from aiokv.proto.transfers import Action, ActionKind, Fetching, Key, Offering, Part, Transfer
 from aiokv.transports.base import Link, Transport
 
 __all__ = ["Core"]
@@ -177,6 +177,12 @@ class Core:
     def _begun(self, transfer: Transfer, course: Course, lease: Lease) -> None:
         course.lease = lease
         self._courses[transfer] = course
+        self.wake()
+
+    def renew(self, key: Key, sources: Sequence[Session]) -> None:
+        """Say to the sources, or to whoever offered it here, that a transfer will be fetched."""
+        for session in sources or self.table.waiting.sessions(key, "producer"):
+            session.renew(key)
         self.wake()
 
     def abort(self, transfer: Transfer, error: AiokvError, reason: str) -> None:

@@ -388,6 +388,7 @@ class TransferEngine:
         to: Sequence[str] = (),
         attempt: int = 0,
         deadline: float = 30.0,
+        hold: float | None = None,
         trace: str = "",
     ) -> Offer:
         """Offer the KV of some blocks, layer by layer as it is written.
@@ -410,6 +411,9 @@ class TransferEngine:
                 ``readers`` are named, the others come by themselves.
             attempt: Number of the attempt at this id; each attempt is a transfer of its own.
             deadline: Seconds until it must be over.
+            hold: Seconds for which it waits for a reader that says nothing; None: until the deadline. One
+                that says that it will come (``renew``) is waited for as long again, and one that has come
+                has until the deadline.
             trace: W3C trace context that travels along.
 
         Returns:
@@ -434,6 +438,7 @@ class TransferEngine:
         if readers < len(addresses):
             raise ValueError(f"readers={readers}, but to names {len(addresses)} engines")
         lasts = seconds(deadline)
+        held = 0 if hold is None else seconds(hold, "hold")
         offering = Offering(
             tid=checked_id(tid),
             attempt=whole(attempt, "attempt"),
@@ -441,6 +446,7 @@ class TransferEngine:
             blocks=listed,
             trace=checked_trace(trace),
             tokens=tokens,
+            hold=held,
         )
 
         course = Course(offering)
@@ -526,6 +532,29 @@ class TransferEngine:
             core.begin_fetch(course, fetching, _sessions(core, addresses), wanted)
 
         return Fetch(core, course, begin)
+
+    def renew(self, tid: str, *, sources: Sequence[str] | None = None, attempt: int = 0) -> None:
+        """Say that this engine will fetch something, though it can't yet: it is held for as long again.
+
+        To be said again and again for as long as that is so, well before the ``hold`` of the offer is over;
+        the producer's own numbers bound for how long that helps. What isn't offered yet, or not any more,
+        stays as it is, and a producer that can't be reached is told nothing: ``fetch`` finds out. Never
+        blocks.
+
+        Args:
+            tid: Transfer id.
+            sources: Control addresses of the producers. None: those that offered it to this engine (push).
+            attempt: Number of the attempt at this id.
+
+        Raises:
+            TypeError: An argument of the wrong kind; the message names it.
+            ValueError: One that can't be meant.
+            CapacityError: There are too many peers.
+            ClosedError: The engine is not open.
+        """
+        core = self._opened()
+        key = checked_id(tid), whole(attempt, "attempt")
+        core.renew(key, _sessions(core, checked_addresses(sources or (), "sources")))
 
     def statistics(self) -> Statistics:
         """A snapshot of what this engine did and is doing; it may be taken from any thread.

@@ -72,9 +72,10 @@ class Ledger:
 
     def add_part(self, transfer: Transfer, role: Role, session: Session | None, now: int) -> Part:
         """A new part, with its peer if that is known."""
-        part = Part(transfer=transfer, role=role, deadline=transfer.deadline)
+        deadline = transfer.held_until(now) if isinstance(transfer, Offering) else transfer.deadline
+        part = Part(transfer=transfer, role=role, deadline=deadline)
         transfer.parts.append(part)
-        self._timers.set(transfer.deadline, part)
+        self._timers.set(deadline, part)
         if session is not None:
             self.bind(part, session, now)
             self.act(ActionKind.CONNECT, part)
@@ -137,6 +138,12 @@ class Ledger:
         if deadline < part.deadline:
             part.deadline = deadline
             self._timers.set(deadline, part)
+
+    def extend(self, part: Part, deadline: int) -> None:
+        """A part may take longer than was thought."""
+        # Its timer, which is too early then, is set again when it is due: however often somebody
+        # extends it, there is one of them.
+        part.deadline = max(part.deadline, deadline)
 
     def step(self, part: Part, event: Event, error: AiokvError | None = None) -> State:
         """Let a part take one event; see ``Life.on``. Returns the state that it is in then."""
@@ -269,6 +276,8 @@ class Ledger:
             elif now >= part.deadline:
                 text = f"transfer {part.transfer}: deadline passed at the {part.role}, {self._doing(part)}"
                 self.settle(part, Event.FAIL, DeadlineExceeded(text), "deadline")
+            else:
+                self._timers.set(part.deadline, part)
 
     def _draining(self, part: Part, now: int) -> None:
         if not part.drain_by:

@@ -40,6 +40,7 @@ __all__ = [
     "Pong",
     "Ready",
     "Refuse",
+    "Renew",
     "Reset",
     "Role",
     "as_text",
@@ -52,7 +53,7 @@ __all__ = [
 ]
 
 #: Highest and lowest version of the protocol that this side speaks.
-VERSION = 1
+VERSION = 2
 OLDEST_VERSION = 1
 
 Role = Literal["producer", "consumer"]
@@ -204,8 +205,28 @@ class Aborted(_Message, frozen=True, tag=17):
     role: Role
 
 
+class Renew(_Message, frozen=True, tag=18):
+    """Consumer to producer, in version 2: this will be fetched, be so good as to hold it. Never answered."""
+
+    tid: _Id
+    attempt: _Count
+
+
 Message = (
-    Hello | Ping | Pong | Bye | Reset | Offer | Grant | Accept | Ready | Landed | Refuse | Abort | Aborted
+    Hello
+    | Ping
+    | Pong
+    | Bye
+    | Reset
+    | Offer
+    | Grant
+    | Accept
+    | Ready
+    | Landed
+    | Refuse
+    | Abort
+    | Aborted
+    | Renew
 )
 
 

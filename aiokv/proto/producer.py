@@ -13,6 +13,7 @@ from aiokv.proto.messages import (
     Offer,
     Ready,
     Refuse,
+    Renew,
     as_text,
     pack_blocks,
     unpack_blocks,
@@ -94,7 +95,8 @@ class Producer:
             return
         part.linked = True
         # Said also where it fails at once: a fetch that waits for this offer then hears why it won't come.
-        session.send(Offer(*offering.key, part.remaining_us(now), offering.trace))
+        remaining_us = max(0, offering.deadline - now) // 1000
+        session.send(Offer(*offering.key, remaining_us, offering.trace))
         try:
             self._ledger.layout.check_compatible(session.hello.layout, session.address)
         except LayoutMismatch as found:
@@ -175,6 +177,7 @@ class Producer:
         part.first_token = grant.first_token
         part.tokens = offering.tokens if grant.tokens < 0 else grant.tokens
         part.peer_blocks = peer_blocks
+        self._ledger.extend(part, offering.deadline)  # it isn't held for somebody to come any more
         self._ledger.shorten(part, deadline)
         self._ledger.act(ActionKind.START, part)
 
@@ -189,6 +192,21 @@ class Producer:
             self._ledger.quiet(part)
         else:
             self._ledger.settle(part, Event.DONE)
+
+    def on_renew(self, session: Session, renew: Renew, now: int) -> None:
+        """A consumer will come: what waits for it, or for whoever comes, is held for as long again.
+
+        It names no time, so that there is nothing to be believed but that somebody wants it; what isn't
+        offered, or is asked for already, stays as it is.
+        """
+        key = (renew.tid, renew.attempt)
+        offering = self._ledger.transfers.get((key, "producer"))
+        if not isinstance(offering, Offering):
+            return
+        for part in offering.parts:
+            mine = part.session is None or part.session.life == session.life
+            if mine and part.state is State.OFFERED:
+                self._ledger.extend(part, offering.held_until(now))
 
     # -- small parts
 

@@ -27,6 +27,7 @@ from aiokv.proto.messages import (
     Message,
     Ping,
     Pong,
+    Renew,
     Reset,
     decode_messages,
     encode_frame,
@@ -44,6 +45,9 @@ _BODY_LIMIT = 900_000
 
 #: A peer that seems dead gets this long for its input to be read before the verdict.
 _GRACE_NS = 20_000_000
+
+#: The first version of the protocol that has RENEW.
+_RENEWS = 2
 
 #: What two processes' looks at one clock may differ by.
 _CLOCKS_NS = 1_000_000
@@ -145,6 +149,8 @@ class Session:
         self._timed = {} if timed is None else timed
         self._timed[self] = None
         self._outbox: list[bytes] = []
+        #: What is to be renewed once it is known whether the peer understands that.
+        self._renewals: dict[tuple[str, int], None] = {}
         self.greet()
         self._contact_by = now + settings.contact_ns
         self._greet_again = now + settings.contact_ns // 4
@@ -172,6 +178,14 @@ class Session:
         """Say HELLO (again)."""
         self._greet = True
         self._talking[self] = None
+
+    def renew(self, key: tuple[str, int]) -> None:
+        """Say that a transfer will be fetched, once the peer is known; nothing to one of an older version."""
+        self.used = True
+        if self.phase is Phase.CONTACT:
+            self._renewals[key] = None
+        elif self.version >= _RENEWS:
+            self.send(Renew(*key))
 
     @property
     def wants_to_send(self) -> bool:
@@ -247,6 +261,9 @@ class Session:
         # before; it is in order before whatever we send next, or will be asked for again.
         self.phase = Phase.UP
         self._note_timer()
+        renewals, self._renewals = self._renewals, {}
+        for key in renewals:
+            self.renew(key)
 
     def receive(self, frame: Frame, now: int) -> list[Message]:
         """Take a frame of the peer's stream and return the messages that are not the session's own.

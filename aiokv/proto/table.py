@@ -32,6 +32,7 @@ from aiokv.proto.messages import (
     Offer,
     Ready,
     Refuse,
+    Renew,
     Role,
 )
 from aiokv.proto.parts import Event, State
@@ -119,6 +120,8 @@ class Table:
                 self._on_abort(session, message, now)
             case Aborted():
                 self._on_aborted(session, message)
+            case Renew():
+                self.producer.on_renew(session, message, now)
             case _:
                 raise RemoteProtocolError(f"unexpected {type(message).__name__} from {session.address}")
 

@@ -75,10 +75,16 @@ class Offering(Transfer):
 
     #: Tokens offered.
     tokens: int
+    #: How long a part waits for a reader that says nothing (ns); 0: until the deadline.
+    hold: int = 0
     #: Layers ready so far, as a bit mask.
     ready: int = 0
     #: Whom it refused last, and why; empty while nobody was.
     refusal: str = ""
+
+    def held_until(self, now: int) -> int:
+        """When a part's wait is over, if its reader is heard of now and not again (ns)."""
+        return min(self.deadline, now + self.hold) if self.hold else self.deadline
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

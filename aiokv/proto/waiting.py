@@ -66,6 +66,10 @@ class Waiting:
         self._timers.set(deadline, parked)
         return ""
 
+    def sessions(self, key: Key, sender: Role) -> list[Session]:
+        """Whose requests wait for this."""
+        return [parked.session for parked in self._parked.get((key, sender), ())]
+
     def claim(self, key: Key, sender: Role) -> list[Parked]:
         """The other half is here: all that waited for it, in order of arrival."""
         waiting = self._parked.pop((key, sender), [])

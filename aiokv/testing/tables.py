@@ -27,7 +27,15 @@ import numpy as np
 
 from aiokv.errors import AiokvError, PeerLostError, RemoteProtocolError
 from aiokv.proto.layout import CacheLayout
-from aiokv.proto.messages import Frame, Hello, Message, decode_frame, decode_messages
+from aiokv.proto.messages import (
+    OLDEST_VERSION,
+    VERSION,
+    Frame,
+    Hello,
+    Message,
+    decode_frame,
+    decode_messages,
+)
 from aiokv.proto.placement import Placement
 from aiokv.proto.plan import GroupBlocks
 from aiokv.proto.session import Identity, Phase, Session
@@ -75,12 +83,13 @@ class Net:
         *,
         heads: tuple[int, int] | None = None,
         settings: Settings | None = None,
+        versions: tuple[int, int] = (OLDEST_VERSION, VERSION),
     ) -> Member:
         """A new member, which keeps a half-open range of heads, or all of its layout's."""
         if heads is not None:
             groups = tuple(msgspec.structs.replace(group, heads=heads) for group in layout.groups)
             layout = msgspec.structs.replace(layout, groups=groups)
-        member = self.members[name] = Member(self, name, layout, settings or self.settings)
+        member = self.members[name] = Member(self, name, layout, settings or self.settings, versions)
         return member
 
     def run(self) -> None:
@@ -142,6 +151,7 @@ class Member:
         name: Its name; its address is ``memory://name``.
         layout: Of its cache.
         settings: Timers and bounds.
+        versions: Of the protocol, the lowest and the highest that it speaks.
 
     Attributes:
         table: The transfer table.
@@ -157,11 +167,18 @@ class Member:
         link_error: Why it can't open links; None while it can.
     """
 
-    def __init__(self, net: Net, name: str, layout: CacheLayout, settings: Settings) -> None:
+    def __init__(
+        self,
+        net: Net,
+        name: str,
+        layout: CacheLayout,
+        settings: Settings,
+        versions: tuple[int, int] = (OLDEST_VERSION, VERSION),
+    ) -> None:
         self.net = net
         self.name = name
         self.address = f"memory://{name}"
-        hello = Hello((1, 1), self.address, layout, Placement.dense(layout), {})
+        hello = Hello(versions, self.address, layout, Placement.dense(layout), {})
         self.me = Identity(name.encode().ljust(16, b"."), hello)
         self.settings = settings
         self.table = Table(layout, settings)
@@ -188,6 +205,7 @@ class Member:
         readers: int | None = None,
         tokens: int | None = None,
         deadline: float = 30,
+        hold: float = 0,
         attempt: int = 0,
         ready: bool = False,
     ) -> Offering:
@@ -200,6 +218,7 @@ class Member:
             deadline=self.net.now + int(deadline * SECOND),
             blocks=self._listed(blocks),
             tokens=len(blocks) * self.block_size if tokens is None else tokens,
+            hold=int(hold * SECOND),
         )
         self.table.producer.offer(offering, named + [None] * (readers - len(named)), self.net.now)
         if ready:
@@ -231,6 +250,12 @@ class Member:
         sessions = [self.session(member) for member in sources]
         self.table.consumer.fetch(fetching, sessions, parts, self.net.now)
         return fetching
+
+    def renew(self, tid: str, *sources: Member, attempt: int = 0) -> None:
+        """Say to the sources, or to whoever offered it, that something will be fetched."""
+        named = [self.session(member) for member in sources]
+        for session in named or self.table.waiting.sessions((tid, attempt), "producer"):
+            session.renew((tid, attempt))
 
     def ready(self, offering: Offering, *layers: int) -> None:
         """Layers are written; all by default."""

@@ -45,7 +45,8 @@ Pair = tuple[blocking.TransferEngine, blocking.TransferEngine]
 def test_a_transfer(pair: Pair) -> None:
     left, right = pair
     sent = content(left, [1, 2])
-    with left.offer("t", [1, 2]) as offer:
+    with left.offer("t", [1, 2], hold=20) as offer:
+        right.renew("t", sources=[left.address])
         fetch = right.fetch("t", [5, 6], sources=[left.address])
         with fetch:
             for layer in range(LAYOUT.layers):

@@ -282,3 +282,32 @@ def test_an_engine_with_copies_that_never_complete_can_be_closed(world):
     world.over(offer)
     world.failed(offer, TransferAborted, "its engine was closed")
     assert world.producer.counts.blocks_held == 0
+
+
+# -- held for a while, and for longer -------------------------------------------------------------
+
+
+def test_an_offer_is_held_for_who_says_that_he_will_come(world):
+    offer = world.producer.offer(deadline=10.0, hold=1.0)
+    unwanted = world.producer.offer("u", deadline=10.0, hold=1.0)
+    renew = lambda: world.consumer.engine.renew("t", sources=[world.producer.address])  # noqa: E731
+    for _ in range(5):
+        world.consumer.loop.within(renew)
+        world.wait(0.5)
+    world.failed(unwanted, DeadlineExceeded, "at the producer, waiting for GRANT from anybody")
+    world.landed(offer, world.consumer.fetch("t", world.producer))
+    world.assert_quiet()
+
+
+def test_nobody_is_held_up_by_who_cannot_be_told(world):
+    world.consumer.loop.within(lambda: world.consumer.engine.renew("t", sources=["memory://nobody"]))
+    world.wait(2 * CONTACT)
+    world.assert_quiet()
+
+
+@pytest.mark.parametrize("wrong", [{"sources": "memory://p"}, {"attempt": -1}, {"attempt": 0.5}])
+def test_what_cannot_be_renewed(world, wrong):
+    with pytest.raises((TypeError, ValueError)):
+        world.consumer.engine.renew("t", **wrong)
+    with pytest.raises(ValueError, match="hold lies between 0 s and a day"):
+        world.producer.engine.offer("t", [0], hold=-1)

@@ -152,7 +152,7 @@ async def test_a_peer_of_another_version_is_refused_and_told() -> None:
             raw.stream += 1
             error = await failure(begin())
             assert type(error) is Refused
-            assert "memory://raw speaks protocol 5..5, memory://a speaks 1..1" in str(error)
+            assert "memory://raw speaks protocol 5..5, memory://a speaks 1..2" in str(error)
         assert {message.reason for message in raw.of(Reset)} == {"version"}
         await transfer(a, b, "good")
         check_idle(a, b)

@@ -29,6 +29,7 @@ from aiokv.proto.messages import (
     Pong,
     Ready,
     Refuse,
+    Renew,
     Reset,
     as_text,
     decode_frame,
@@ -102,12 +103,19 @@ MESSAGES: dict[str, Message] = {
     "refuse": Refuse("request-1", 2, "producer", "ended", "the offer landed"),
     "abort": Abort("request-1", 2, "consumer", "deadline", "too late"),
     "aborted": Aborted("request-1", 2, "producer"),
+    "renew": Renew("request-1", 2),
 }
 
+
+def golden(version: int) -> dict[str, str]:
+    text = Path(__file__).with_name(f"golden_v{version}.txt").read_text("ascii")
+    return dict(line.split() for line in text.splitlines())
+
+
 #: Frames of protocol version 1, as its first release wrote them: a line each, the name and the bytes.
-GOLDEN = dict(
-    line.split() for line in Path(__file__).with_name("golden_v1.txt").read_text("ascii").splitlines()
-)
+GOLDEN = golden(1)
+#: The same of those messages that version 2 has besides.
+GOLDEN_2 = golden(2)
 
 
 def frame(*messages: Message, **changes: object) -> Frame:
@@ -141,20 +149,20 @@ def test_a_frame_keeps_its_header_and_the_order_of_its_messages() -> None:
     assert decode_messages(back) == list(MESSAGES.values())
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-def test_frames_of_version_1_stay_readable_for_ever(name: str) -> None:
+@pytest.mark.parametrize(("name", "data"), [*GOLDEN.items(), *GOLDEN_2.items()])
+def test_frames_of_all_versions_stay_readable_for_ever(name: str, data: str) -> None:
     # If this fails, the protocol has changed: give it a new version, and keep reading this one.
     assert OLDEST_VERSION == 1
-    golden = decode_frame(bytes.fromhex(GOLDEN[name]))
-    assert decode_messages(golden) == [MESSAGES[name]]
-    assert (golden.src, golden.dst, golden.reply) == (b"s" * 16, b"d" * 16, "tcp://10.0.0.7:5000")
-    assert (golden.mine, golden.yours, golden.seq, golden.ack) == (3, 4, 5, 6)
+    read = decode_frame(bytes.fromhex(data))
+    assert decode_messages(read) == [MESSAGES[name]]
+    assert (read.src, read.dst, read.reply) == (b"s" * 16, b"d" * 16, "tcp://10.0.0.7:5000")
+    assert (read.mine, read.yours, read.seq, read.ack) == (3, 4, 5, 6)
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_frames_are_written_as_version_1_says(name: str) -> None:
-    assert VERSION == 1
-    assert encode_frame(frame(MESSAGES[name])).hex() == GOLDEN[name]
+def test_frames_are_written_as_version_2_says(name: str) -> None:
+    assert VERSION == 2
+    assert encode_frame(frame(MESSAGES[name])).hex() == {**GOLDEN, **GOLDEN_2}[name]
 
 
 def test_a_later_version_may_add_fields_to_a_message() -> None:
@@ -220,6 +228,8 @@ OUT_OF_BOUNDS: list[tuple[str, str, object]] = [
     ("abort", "reason", "x" * 65),
     ("abort", "text", "x" * 2049),
     ("aborted", "role", "Producer"),
+    ("renew", "tid", ""),
+    ("renew", "attempt", COUNT),
 ]
 
 
@@ -257,7 +267,7 @@ def test_what_no_cache_can_be_is_refused_in_a_hello() -> None:
         decode_messages(frame(body=[msgspec.Raw(msgspec.msgpack.encode(fields))]))
 
 
-@pytest.mark.parametrize("tag", [0, 6, 9, 18, 99, -1, "ping", None])
+@pytest.mark.parametrize("tag", [0, 6, 9, 19, 99, -1, "ping", None])
 def test_an_unknown_message_is_refused(tag: object) -> None:
     with pytest.raises(RemoteProtocolError, match="malformed message"):
         decode_messages(frame(body=[msgspec.Raw(msgspec.msgpack.encode([tag]))]))
@@ -296,7 +306,7 @@ VALUES = st.recursive(
 )
 
 
-@given(st.integers(0, 18), st.lists(VALUES, max_size=11))
+@given(st.integers(0, 19), st.lists(VALUES, max_size=11))
 def test_a_message_of_anything_raises_nothing_else(tag: int, fields: list[object]) -> None:
     read(encode_frame(frame(body=[msgspec.Raw(msgspec.msgpack.encode([tag, *fields]))])))
 

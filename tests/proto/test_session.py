@@ -133,14 +133,14 @@ def test_a_greeting_said_again_by_who_knows_us_is_not() -> None:
     assert bob.phase is Phase.UP
 
 
-@pytest.mark.parametrize(("versions", "spoken"), [((1, 1), 1), ((1, 9), 1), ((0, 1), 1), ((-3, 2**40), 1)])
+@pytest.mark.parametrize(("versions", "spoken"), [((1, 1), 1), ((1, 9), 2), ((0, 1), 1), ((-3, 2**40), 2)])
 def test_the_highest_common_version_is_spoken(versions: tuple[int, int], spoken: int) -> None:
     alice, bob = session(), session(BOB, ALICE, stream=7)
     alice.receive_hello(frame(bob, 0), hello("memory://bob", versions), START)
     assert (alice.phase, alice.version) == (Phase.UP, spoken)
 
 
-@pytest.mark.parametrize("versions", [(5, 5), (2, 3), (0, 0), (-4, 0), (5, 1)])
+@pytest.mark.parametrize("versions", [(5, 5), (3, 4), (0, 0), (-4, 0), (5, 1)])
 def test_without_a_common_version_it_ends_and_says_what_both_speak(versions: tuple[int, int]) -> None:
     alice, bob = session(), session(BOB, ALICE, stream=7)
     alice.receive_hello(frame(bob, 0), hello("memory://bob", versions), START)
@@ -148,7 +148,7 @@ def test_without_a_common_version_it_ends_and_says_what_both_speak(versions: tup
     assert isinstance(alice.error, Refused)
     low, high = versions
     assert f"bob speaks protocol {low}..{high}" in str(alice.error)
-    assert "alice speaks 1..1" in str(alice.error)
+    assert "alice speaks 1..2" in str(alice.error)
     assert alice.hello is None
 
 

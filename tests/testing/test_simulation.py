@@ -17,6 +17,7 @@ from aiokv.errors import TransferAborted
 from aiokv.proto.ledger import Ledger
 from aiokv.proto.messages import Abort, Aborted
 from aiokv.proto.parts import Event, State
+from aiokv.proto.producer import Producer
 from aiokv.proto.session import Phase, Session
 from aiokv.proto.table import Table
 from aiokv.proto.transfers import other_role
@@ -58,6 +59,7 @@ def test_scenarios_differ_and_cover_what_there_is() -> None:
     assert any(len(fetch.sources or ()) > 1 for fetch in fetches)
     assert any(fetch.first_token == fetch.tokens for fetch in fetches)
     assert any(len(request.fetches) > 1 for request in requests)
+    assert any(fetch.queued and not request.odd for request in requests for fetch in request.fetches)
     assert any(request.odd for request in requests)
     assert any(not request.odd for request in requests)
     heads = {rank.layout.groups[0].heads for scenario in drawn for rank in scenario.ranks}
@@ -261,6 +263,11 @@ def refused_and_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Core, "begin_offer", broken)
 
 
+def renewals_ignored(patch: pytest.MonkeyPatch) -> None:
+    """Who says that it will come is not waited for."""
+    patch.setattr(Producer, "on_renew", lambda self, session, renew, now: None)
+
+
 @pytest.mark.parametrize(
     ("broken", "mood", "seeds"),
     [
@@ -282,6 +289,7 @@ def refused_and_kept(patch: pytest.MonkeyPatch) -> None:
         (one_is_woken, "calm", 20),
         (lost_requests_kept, "any", 120),
         (refused_and_kept, "any", 80),
+        (renewals_ignored, "calm", 60),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

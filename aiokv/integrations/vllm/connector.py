@@ -118,7 +118,8 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             told = events is not None and events.enable_kv_cache_events
             tier = Keeping(sizes[0], parallel.tensor_parallel_size, events=told)
         #: The scheduler's half; idle in a worker.
-        leaving = Leaving(sizes, str(transfer.engine_id), layerwise=self._settings.layerwise)
+        settings = self._settings
+        leaving = Leaving(sizes, str(transfer.engine_id), layerwise=settings.layerwise, hold=settings.hold)
         self._scheduler = SchedulerHalf(sizes, leaving, tier)
         #: Numbers of layers, by name; empty until the caches are registered, and where nobody asks for them.
         self._layers: dict[str, int] = {}
@@ -253,6 +254,10 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """Take note of where the workers are."""
         self._scheduler.leaving.addresses = tuple(metadata[rank].address for rank in sorted(metadata))
+
+    def on_new_request(self, request: Request) -> None:
+        """A request is in the queue: what it will fetch is to be held until then."""
+        self._scheduler.added(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """All groups: a request's own blocks are fetched."""

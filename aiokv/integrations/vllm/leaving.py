@@ -44,6 +44,7 @@ class Leaving:
         mint: Makes transfer ids, where no router did.
         layerwise: Offer in the step that computes the last of a prompt. With several KV cache groups that
             is done afterwards all the same, since vLLM gives up blocks of theirs meanwhile.
+        hold: Seconds for which the workers hold what nobody says he wants; the decode side is told.
 
     Attributes:
         layerwise: Whether it is done.
@@ -57,10 +58,12 @@ class Leaving:
         mint: Callable[[], str] = lambda: uuid.uuid4().hex,
         *,
         layerwise: bool = False,
+        hold: float = 30.0,
     ) -> None:
         self._block_sizes = tuple(block_sizes)
         self._engine = engine
         self._mint = mint
+        self._hold = hold
         self.layerwise = layerwise and len(self._block_sizes) == 1
         self.addresses: tuple[str, ...] = ()
         #: Requests whose prompt is being computed, with their blocks so far.
@@ -114,7 +117,7 @@ class Leaving:
             return self._leave(request, blocks, orders, complete=complete)
         orders.held.append(name)
         if complete:
-            return True, answer(early, self.addresses, request.num_prompt_tokens, self._engine)
+            return True, answer(early, self.addresses, request.num_prompt_tokens, self._engine, self._hold)
         orders.aborts.append(name)
         return True, None
 
@@ -131,7 +134,7 @@ class Leaving:
             return False, None
         ticket = ticket or Ticket(self._mint())
         orders.sends.append(Send(request.request_id, ticket, held, tokens, to))
-        return True, answer(ticket, self.addresses, tokens, self._engine)
+        return True, answer(ticket, self.addresses, tokens, self._engine, self._hold)
 
     def _named(self, request: Request) -> tuple[Ticket | None, tuple[str, ...]] | None:
         """The transfer that a router named, and whom to; None where that can't be meant."""

@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Blocks", "Keep", "Load", "Orders", "Recall", "Refusal", "Release", "Send", "Ticket", "listed"]
+__all__ = [
+    "Blocks",
+    "Keep",
+    "Load",
+    "Orders",
+    "Queued",
+    "Recall",
+    "Refusal",
+    "Release",
+    "Send",
+    "Ticket",
+    "listed",
+]
 
 #: The block that vLLM lists where a group needs none any more: those before a sliding window.
 _NULL = 0
@@ -104,6 +116,23 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Queued:
+    """Have the prefill side hold what a request is to fetch that waits for blocks, until it gets them.
+
+    It ends with the ``Load`` or the ``Release`` of the same ticket, one of which follows.
+
+    Attributes:
+        ticket: Names the transfer.
+        sources: Addresses of the prefill side's ranks; empty: they name this side.
+        hold: Seconds for which the prefill side holds it for who says nothing; None: it didn't say.
+    """
+
+    ticket: Ticket
+    sources: tuple[str, ...]
+    hold: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Tell the prefill side that nobody will fetch this, so that it holds the blocks no longer.
 
@@ -175,6 +204,7 @@ class Orders:
         recalls: What to bring back from the host tier.
         keeps: What to copy there, once the step has computed.
         sends: What to offer.
+        queued: What will be fetched later.
         loads: What to fetch.
         releases: Whom to tell that nothing will be fetched.
         refusals: What will never be offered.
@@ -188,6 +218,7 @@ class Orders:
     recalls: list[Recall] = field(default_factory=list)
     keeps: list[Keep] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
+    queued: list[Queued] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
@@ -202,5 +233,5 @@ class Orders:
     def __bool__(self) -> bool:
         """Whether a step is needed for it."""
         moves = self.sends or self.loads or self.recalls or self.keeps
-        told = self.releases or self.refusals or self.aborts or self.lost or self.held
+        told = self.queued or self.releases or self.refusals or self.aborts or self.lost or self.held
         return bool(moves or told or self.reset is not None)

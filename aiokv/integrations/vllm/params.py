@@ -30,15 +30,19 @@ class Pull:
         sources: Addresses of the prefill side's ranks; empty: they name this side.
         tokens: Tokens that are offered; None: as many as the prompt has.
         parts: How many of them name this side, where there are no sources.
+        hold: Seconds for which it is held for who says nothing; None: the prefill side didn't say.
     """
 
     ticket: Ticket
     sources: tuple[str, ...]
     tokens: int | None
     parts: int = 1
+    hold: float | None = None
 
 
-def answer(ticket: Ticket, sources: Sequence[str], tokens: int, engine: str) -> dict[str, object]:
+def answer(
+    ticket: Ticket, sources: Sequence[str], tokens: int, engine: str, hold: float
+) -> dict[str, object]:
     """What the prefill side answers, for the decode side to read."""
     return {
         "do_remote_prefill": True,
@@ -48,6 +52,7 @@ def answer(ticket: Ticket, sources: Sequence[str], tokens: int, engine: str) -> 
         "remote_addresses": list(sources),
         "remote_engine_id": engine,
         "remote_tokens": tokens,
+        "remote_hold": hold,
         "tp_size": len(sources),
     }
 
@@ -83,9 +88,12 @@ def pull_of(params: Params) -> Pull | None:
         raise ValueError("kv_transfer_params has no transfer_id")
     tokens = params.get("remote_tokens")
     found = None if tokens is None else whole(tokens, "remote_tokens")  # type: ignore[arg-type]
+    hold: Any = params.get("remote_hold")
+    if hold is not None:
+        seconds(hold, "remote_hold")
     if params.get("push"):
-        return Pull(ticket, (), found, _ranks(params))
-    return Pull(ticket, tuple(_sources(params)), found)
+        return Pull(ticket, (), found, _ranks(params), hold)
+    return Pull(ticket, tuple(_sources(params)), found, hold=hold)
 
 
 def readers(params: Params) -> tuple[str, ...]:

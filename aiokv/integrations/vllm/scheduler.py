@@ -12,7 +12,7 @@ from typing import Protocol
 from aiokv.integrations.vllm import keeping, leaving
 from aiokv.integrations.vllm.leaving import BlockIds, Leaving
 from aiokv.integrations.vllm.news import News
-from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Release, listed
+from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Queued, Release, listed
 from aiokv.integrations.vllm.params import Pull, pull_of
 
 __all__ = ["Request", "SchedulerHalf"]
@@ -55,6 +55,12 @@ class SchedulerHalf:
         self._orders = Orders()
 
     # -- a request comes
+
+    def added(self, request: Request) -> None:
+        """A request is in the queue, where it may wait for long."""
+        pull = self._pull(request)
+        if pull is not None:
+            self._orders.queued.append(Queued(pull.ticket, pull.sources, pull.hold))
 
     def matched(self, request: Request, computed: int) -> int | None:
         """Tokens beyond ``computed`` that can be loaded; None: ask again. Changes nothing to be seen."""

@@ -100,7 +100,8 @@ class Sending:
             readers=None if send.to else self._readers,
             to=send.to,
             attempt=send.ticket.attempt,
-            deadline=lasts(send.ticket, self._settings.hold),
+            deadline=lasts(send.ticket, self._settings.hold_at_most),
+            hold=self._settings.hold,
         )
 
     async def send(self, send: Send, stream: object | None) -> tuple[int, tuple[Blocks, ...]]:

@@ -17,8 +17,12 @@ from aiokv.offload.settings import size_of
 
 __all__ = ["ConnectorSettings", "Registration"]
 
+#: Seconds; see ``ConnectorSettings``.
+_HOLD, _HOLD_AT_MOST = 30.0, 600.0
+
 _OWN = (
     "hold",
+    "hold_at_most",
     "load_timeout",
     "decode_ranks",
     "model",
@@ -53,7 +57,8 @@ class ConnectorSettings:
 
     Attributes:
         engine: How the transfer engine of each rank is; its fields stand beside these, under their names.
-        hold: Seconds for which the prefill side keeps what nobody has fetched.
+        hold: Seconds for which the prefill side keeps what nobody fetches, or says that it will.
+        hold_at_most: Seconds for which it keeps what somebody says that it will fetch, or is fetching.
         load_timeout: Seconds that a load may take in all, waiting for the prefill side included.
         decode_ranks: Ranks of an instance that fetches from this one; None: as many as this one has.
         model: Compared for equality between the two sides, besides what is found out about the model.
@@ -64,7 +69,8 @@ class ConnectorSettings:
     """
 
     engine: Config
-    hold: float = 120.0
+    hold: float = _HOLD
+    hold_at_most: float = _HOLD_AT_MOST
     load_timeout: float = 60.0
     decode_ranks: int | None = None
     model: str = ""
@@ -88,9 +94,13 @@ class ConnectorSettings:
                 hint = f"; {near[0]!r} is meant, perhaps" if near else f"; there are {', '.join(known)}"
                 raise ValueError(f"kv_connector_extra_config has no field {name!r}{hint}")
         own = {name: extra[name] for name in _OWN if name in extra}
-        for name in ("hold", "load_timeout"):
+        for name in ("hold", "hold_at_most", "load_timeout"):
             if name in own:
                 _named(name, seconds, own[name])
+        hold: Any = own.get("hold", _HOLD)
+        most: Any = own.setdefault("hold_at_most", max(hold, _HOLD_AT_MOST))
+        if most < hold:
+            raise ValueError(f"kv_connector_extra_config: hold_at_most={most} is less than hold={hold}")
         if own.get("decode_ranks") is not None:
             own["decode_ranks"] = _named(
                 "decode_ranks", lambda value: whole(value, "it", 1), own["decode_ranks"]

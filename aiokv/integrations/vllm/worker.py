@@ -26,6 +26,7 @@ from aiokv.engine.transfer import Offer
 from aiokv.errors import AiokvError
 from aiokv.integrations.vllm.news import Kept, Missed, News
 from aiokv.integrations.vllm.orders import Blocks, Keep, Load, Orders, Recall, Release, Send
+from aiokv.integrations.vllm.renewing import Renewing
 from aiokv.integrations.vllm.reports import Ended, Outcome, Reports, blocks_of
 from aiokv.integrations.vllm.sending import Sending, Work, lasts, windows
 from aiokv.integrations.vllm.settings import ConnectorSettings
@@ -85,6 +86,7 @@ class WorkerHalf:
             raise
         self.address = self._engine.address
         self._sending = Sending(self._engine, settings, settings.decode_ranks or ranks, self._unit)
+        self._renewing = Renewing(self._engine, settings.hold)
         # vLLM within the caller's process (``LLM``) just ends with it; peers are to be told all the same.
         atexit.register(self.close)
 
@@ -200,6 +202,7 @@ class WorkerHalf:
     # -- the loop's thread
 
     async def _leave(self) -> None:
+        self._renewing.close()
         await self._entered.aclose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -214,9 +217,13 @@ class WorkerHalf:
                 self._spawn(self._until_over(send, self._sending.send(send, stream)))
         for recall in orders.recalls:
             self._spawn(self._until_over(recall, self._recall(recall, stream)))
+        for queued in orders.queued:
+            self._renewing.begin(queued)
         for load in orders.loads:
+            self._renewing.end(load.ticket)
             self._spawn(self._until_over(load, self._load(load, stream)))
         for release in orders.releases:
+            self._renewing.end(release.ticket)
             self._spawn(self._release(release))
         for refusal in orders.refusals:
             self._spawn(self._sending.refuse(refusal))

@@ -61,6 +61,9 @@ def draw(seed: int | str, mood: Mood | None = None) -> Scenario:
             settings = replace(settings, window_bytes=64 << 20)
             ranks, requests, faults = trouble.broken_promise(rng, ranks, requests)
     requests = _named(random.Random(f"names {seed}"), requests)  # noqa: S311
+    rng = random.Random(f"holds {seed}")  # noqa: S311
+    if mood != "patient":  # whose pauses are longer than anybody holds anything
+        requests = tuple(_held(rng, request, certain=mood == "calm") for request in requests)
     transports = ("memory",) if mood == "lease" else rng.choices(_TRANSPORTS, (70, 20, 10))[0]
     return Scenario(
         seed=str(seed),
@@ -85,6 +88,26 @@ def _named(rng: random.Random, requests: tuple[Request, ...]) -> tuple[Request, 
         )
         for request in requests
     )
+
+
+def _held(rng: random.Random, request: Request, *, certain: bool) -> Request:
+    """Some offers are held for a while only, and their readers wait for blocks, and say so.
+
+    Args:
+        rng: Decides.
+        request: The request.
+        certain: What is said is heard in time.
+    """
+    if rng.random() < 0.75:
+        return request
+    hold = rng.choice((1.0, 3.0))
+    fetches = tuple(
+        replace(plan, queued=rng.choice((0.0, 0.5, 3.0)) * hold, period=hold / 3) for plan in request.fetches
+    )
+    begins = min((plan.start for plan in request.offers), default=0.0)
+    heard = certain and all(plan.start < begins + hold / 2 for plan in fetches)
+    offers = tuple(replace(plan, hold=hold) for plan in request.offers)
+    return replace(request, offers=offers, fetches=fetches, odd=request.odd or not heard)
 
 
 def _settings(rng: random.Random) -> Settings:

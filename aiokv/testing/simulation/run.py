@@ -133,7 +133,7 @@ def _end(world: World) -> float:
     """Seconds by which every transfer has ended, with attempts, and lost time."""
     sides = [side for request in world.scenario.requests for side in request.sides]
     lost = sum(fault.lasts for fault in world.scenario.faults) + 1.0
-    return 3 * (max((side.start + side.deadline for side in sides), default=0.0) + lost) + 20
+    return 3 * (max((side.start + side.deadline for side in sides), default=0.0) + lost) + 30
 
 
 async def _until(world: World, reached, limit_s: float, what: str) -> None:  # type: ignore[no-untyped-def] # noqa: ANN001

@@ -94,6 +94,8 @@ class OfferPlan(_SidePlan):
     readers: int
     #: Ranks that are told of it (push).
     to: tuple[int, ...] = ()
+    #: Seconds for which it waits for who says nothing; 0: until the deadline.
+    hold: float = 0.0
     #: Seconds that the model takes for a layer, on average.
     pace: float = 0.001
     #: How layers are announced: as they are computed, in another order, or all when the body is left.
@@ -115,6 +117,10 @@ class FetchPlan(_SidePlan):
     priority: int = 0
     #: What the body does: nothing, layers as they land, layers in order, ordered on the stream, many waiters.
     body: Literal["nothing", "layers", "each", "ordered", "waiters"] = "nothing"
+    #: Seconds that it waits for blocks before it fetches, in which it says that it will.
+    queued: float = 0.0
+    #: How often it says so, in seconds.
+    period: float = 1.0
     #: The caller's stream has work on the blocks when the fetch begins.
     busy: bool = False
 

@@ -48,6 +48,7 @@ async def offer(process: Process, request: Request, plan: OfferPlan) -> None:
             to=world.scenario.addresses(plan.to, alias=plan.alias),
             attempt=request.attempt,
             deadline=plan.deadline,
+            hold=plan.hold or None,
         )
     except ClosedError:
         ledger.put_back(blocks)
@@ -103,6 +104,7 @@ class _Model:
 async def fetch(process: Process, request: Request, plan: FetchPlan) -> None:
     """A decode: take blocks, fetch into them, use each layer as it comes."""
     world, ledger = process.world, process.ledger
+    await _wait_in_queue(process, request, plan)
     room = max(plan.room, 1)
     blocks = ledger.take(room)
     if blocks is None:
@@ -133,6 +135,17 @@ async def fetch(process: Process, request: Request, plan: FetchPlan) -> None:
         await consumer.check(handle)
     if not record.quarantined:
         ledger.give_up(blocks, consumer.stream if consumer.busy else None)
+
+
+async def _wait_in_queue(process: Process, request: Request, plan: FetchPlan) -> None:
+    """It has no blocks yet, and says that it will fetch."""
+    world = process.world
+    until = world.time.now + int(plan.queued * 1e9)
+    sources = None if plan.sources is None else world.scenario.addresses(plan.sources, alias=plan.alias)
+    while world.time.now < until:
+        with suppress(ClosedError):
+            process.engine.renew(request.tid, sources=sources, attempt=request.attempt)
+        await asyncio.sleep(min(plan.period, plan.queued))
 
 
 class _Consumer:

@@ -131,7 +131,7 @@ class Played:
         settings = ConnectorSettings.read({"transports": ["tcp"], "load_timeout": 20, **extra})
         self.worker = WorkerHalf(KVCache.from_tensors(layout, tensors), settings)
         tier = None if settings.host_tier is None else Keeping(SIZE, events=events)
-        leaving = Leaving([SIZE], name, layerwise=settings.layerwise)
+        leaving = Leaving([SIZE], name, layerwise=settings.layerwise, hold=settings.hold)
         self.half = SchedulerHalf([SIZE], leaving, tier)
         self.half.leaving.addresses = (self.worker.address,)
         self.budget = budget
@@ -212,6 +212,7 @@ class Played:
         self, name: str, prompt: list[int], wanted: int = 4, params: dict[str, Any] | None = None
     ) -> Request:
         request = self.requests[name] = Request(name, prompt, wanted, params)
+        self.half.added(request)
         self.waiting.append(request)
         return request
 

@@ -7,8 +7,9 @@ from aiokv.integrations.vllm.params import Pull, answer, minted, pull_of, reader
 
 
 def test_what_is_answered_is_understood() -> None:
-    said = answer(Ticket("abc", 1), ["tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001"], 300, "engine")
-    assert pull_of(said) == Pull(Ticket("abc", 1), ("tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001"), 300)
+    said = answer(Ticket("abc", 1), ["tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001"], 300, "engine", 20.0)
+    sources = ("tcp://10.0.0.1:7000", "tcp://10.0.0.1:7001")
+    assert pull_of(said) == Pull(Ticket("abc", 1), sources, 300, hold=20.0)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,8 @@ def test_nothing_to_fetch(said: dict[str, object]) -> None:
         ({"attempt": -1}, "attempt"),
         ({"deadline": 0}, "deadline"),
         ({"remote_tokens": -1}, "remote_tokens"),
+        ({"remote_hold": 0}, "remote_hold"),
+        ({"remote_hold": "long"}, "remote_hold"),
         ({"remote_addresses": None, "remote_host": "a", "remote_port": 1, "tp_size": 0}, "tp_size"),
     ],
 )

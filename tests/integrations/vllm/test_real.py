@@ -36,6 +36,12 @@ PROMPTS = {
 }
 
 
+def figures(instance: Any) -> dict[str, float]:
+    """What its Prometheus endpoint shows of the connector."""
+    instance.tell("figures")
+    return {key: value for key, value in instance.hear(event="figures").items() if key != "event"}
+
+
 @pytest.fixture(scope="module")
 def model(real: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
     return real.make_model(tmp_path_factory.mktemp("model"))
@@ -214,6 +220,27 @@ def test_nobody_comes_in_time(pair: tuple[Any, Any], alone: dict[str, list[list[
     assert right.answers(PROMPTS["few"][:1], params) == alone["few"][:1]
 
 
+def test_a_decode_side_that_is_busy(
+    pair: tuple[Any, Any], alone: dict[str, list[list[int]]], real: ModuleType, model: str
+) -> None:
+    """What waits there for blocks is held for longer than what nobody wants (vllm#21570)."""
+    _, right = pair
+    hasty = real.Instance(model, real.transfer(hold=2))
+    hasty.hear(event="up")
+    before = figures(right)
+    busy = [right.add(prompt(500 + seed, 120), 880) for seed in range(5)]  # all blocks, for long
+    right.until(lambda state: len(state["requests"]) == len(busy))
+    params = hasty.prefill(PROMPTS["few"][:2])
+    name = right.add(PROMPTS["few"][0], params=params[0])
+    hasty.until(lambda state: len(state["requests"]) == 1)  # what nobody wants is free
+    for each in busy:
+        right.tell("abort", name=each)
+    assert right.over(name)["tokens"] == alone["few"][0]
+    assert figures(right)["vllm:aiokv_load_seconds_count"] - before["vllm:aiokv_load_seconds_count"] == 1
+    hasty.until_free()
+    hasty.close()
+
+
 def test_reset_while_blocks_are_held(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
     """It says that it did nothing, and works once they are free (vllm#57727)."""
     left, right = pair
@@ -229,16 +256,11 @@ def test_reset_while_blocks_are_held(pair: tuple[Any, Any], alone: dict[str, lis
 def test_figures(pair: tuple[Any, Any]) -> None:
     """They are in vLLM's own endpoint."""
     left, right = pair
-
-    def figures() -> dict[str, float]:
-        right.tell("figures")
-        return {key: value for key, value in right.hear(event="figures").items() if key != "event"}
-
-    before = figures()
+    before = figures(right)
     params = left.prefill(PROMPTS["few"][:1])
     lost = {**params[0], "remote_addresses": [NOWHERE], "transfer_id": uuid.uuid4().hex}
     right.answers(PROMPTS["few"][:2], [params[0], lost])
-    after = figures()
+    after = figures(right)
     assert after["vllm:aiokv_load_seconds_count"] - before["vllm:aiokv_load_seconds_count"] == 1
     # 3 blocks of 128 tokens of 4 layers, K and V of 2 heads of 64 elements of 4 bytes
     assert after["vllm:aiokv_load_bytes_sum"] - before["vllm:aiokv_load_bytes_sum"] == 3 * 128 * 4096

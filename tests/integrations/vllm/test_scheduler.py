@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aiokv.integrations.vllm.leaving import Leaving
-from aiokv.integrations.vllm.orders import Blocks, Load, Refusal, Release, Send, Ticket
+from aiokv.integrations.vllm.orders import Blocks, Load, Queued, Refusal, Release, Send, Ticket
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 
 HERE, THERE = "tcp://10.0.0.1:7000", "tcp://10.0.0.2:7000"
@@ -46,6 +46,13 @@ def test_a_load(half: SchedulerHalf) -> None:
     half.reported(["r"])
     assert half.finished(request, [[4, 5, 6, 7]], complete=True) == (False, None)
     assert not half.orders()
+
+
+def test_what_will_be_loaded_is_held_meanwhile(half: SchedulerHalf) -> None:
+    half.added(pulling(remote_hold=20.0))
+    half.added(Request())
+    assert half.pending
+    assert half.orders().queued == [Queued(Ticket("t"), (THERE,), 20.0)]
 
 
 def test_no_more_than_is_there(half: SchedulerHalf) -> None:

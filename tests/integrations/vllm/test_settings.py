@@ -8,6 +8,8 @@ from aiokv.integrations.vllm.settings import ConnectorSettings
 def test_fields_of_both_kinds() -> None:
     found = ConnectorSettings.read({"hold": 5, "decode_ranks": 2, "transports": ["tcp"], "liveness": "5s"})
     assert (found.hold, found.decode_ranks, found.load_timeout) == (5, 2, 60.0)
+    assert found.hold_at_most == 600
+    assert ConnectorSettings.read({"hold": 1000}).hold_at_most == 1000
     assert found.engine.transports == ("tcp",)
     assert found.engine.liveness == 5
 
@@ -18,6 +20,8 @@ def test_fields_of_both_kinds() -> None:
         ({"transport": ["tcp"]}, "no field 'transport'; 'transports' is meant"),
         ({"xyzzy": 1}, "no field 'xyzzy'; there are hold"),
         ({"hold": 0}, "hold"),
+        ({"hold_at_most": 20}, "hold_at_most=20 is less than hold=30"),
+        ({"hold_at_most": "long"}, "hold_at_most"),
         ({"load_timeout": "soon"}, "load_timeout"),
         ({"decode_ranks": 0}, "decode_ranks"),
         ({"model": 7}, "model"),

@@ -46,8 +46,9 @@ class Played:
         layout, tensors = cache_layout(
             [Group(LAYERS, SIZE, 2, 8)], self.tensors, heads=(0, 2), total_heads=2, model=b""
         )
-        self.worker = WorkerHalf(KVCache.from_tensors(layout, tensors), ConnectorSettings.read(extra))
-        self.half = SchedulerHalf([SIZE], Leaving([SIZE], name))
+        settings = ConnectorSettings.read(extra)
+        self.worker = WorkerHalf(KVCache.from_tensors(layout, tensors), settings)
+        self.half = SchedulerHalf([SIZE], Leaving([SIZE], name, hold=settings.hold))
         self.half.leaving.addresses = (self.worker.address,)
         self.free = list(range(1, BLOCKS))
         #: Blocks of requests that vLLM still knows.
@@ -273,6 +274,41 @@ def test_nobody_comes(pair: tuple[Played, Played]) -> None:
     until_quiet(hasty, right)
     assert right.loaded == {"b": set(right.blocks["b"])}
     hasty.worker.close()
+
+
+def test_what_waits_in_the_queue_is_held(pair: tuple[Played, Played]) -> None:
+    """For longer than what nobody wants; what comes of it is as if it had not waited."""
+    _, right = pair
+    hasty = Played("hasty", transports=["tcp"], hold=0.5)
+    said, sent = prefilled(hasty, "a", 100)
+    unwanted, _ = prefilled(hasty, "x", 100)
+    request = Request("b", 100, said)
+    right.half.added(request)
+    pause = threading.Event()
+    while "x" in hasty.blocks:
+        for side in (hasty, right):
+            side.step()
+        pause.wait(0.001)
+    assert unwanted
+    assert "a" in hasty.blocks
+    right.load(request)
+    until_quiet(hasty, right)
+    assert right.loaded == {"b": set()}
+    assert torch.equal(right.content(right.blocks["b"]), sent)
+    assert not hasty.blocks
+    hasty.worker.close()
+
+
+def test_given_up_in_the_queue_it_is_held_no_longer(pair: tuple[Played, Played]) -> None:
+    left, right = pair
+    said, _ = prefilled(left, "a", 100)
+    request = Request("b", 100, said)
+    right.half.added(request)
+    right.step()
+    right.over(request, complete=False)
+    until_quiet(left, right)
+    assert not left.blocks
+    assert not right.worker._renewing._renewals
 
 
 def test_a_peer_that_is_gone_costs_its_own_requests(pair: tuple[Played, Played]) -> None:
