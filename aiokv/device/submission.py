@@ -20,6 +20,10 @@ from aiokv.proto.plan import Chunk, CopyPlan
 
 __all__ = ["Submission", "Submissions"]
 
+#: Bytes in flight beyond which a call submits nothing by itself: PCIe takes 5 ms for them, in which the loop
+#: gets to its next turn although others begin copies in this one.
+_AHEAD = 256 << 20
+
 
 class Submission:
     """Chunks of one plan on their way to the device. Made by ``Submissions.add``."""
@@ -197,7 +201,7 @@ class Submissions:
         after: Event | None = None,
         then: Callable[[Submission], None] | None = None,
     ) -> Submission:
-        """Have chunks submitted: from the next turn of the loop on; on a GPU, what is urgent at once.
+        """Have chunks submitted, in turns of the loop to come; on a GPU at once while little is in flight.
 
         ``then`` may be called before this returns.
 
@@ -215,9 +219,11 @@ class Submissions:
         made = Submission(plan, iter(chunks), src, dst, stream, urgent=urgent, after=after, then=then)
         self._made += 1
         heappush(self._queues[urgent], (-priority, self._made, made))
-        if urgent and self._device.kind != "host" and self._turn is None and not self._submitting:
-            # Others that run in this turn, perhaps for the same bytes, go on beside the copies. The host
-            # would copy first.
+        # Others that run in this turn, perhaps for the same bytes or with more to copy, go on beside the
+        # copies. The host would copy first.
+        counted = self._window is not None and not made.held_up
+        little = counted and sum(self._in_flight.values()) < _AHEAD
+        if self._device.kind != "host" and not self._submitting and (little or (urgent and not self._turn)):
             self._submit()
         else:
             self._schedule()
@@ -226,7 +232,6 @@ class Submissions:
     def go_on(self) -> None:
         """Submit what there is room for now, and not in a later turn: others hold the loop in this one."""
         if self._turn is not None and not self._submitting and self._device.kind != "host":
-            self._turn.cancel()
             self._submit()
 
     def promote(self, submission: Submission) -> None:
@@ -266,7 +271,9 @@ class Submissions:
         return None
 
     def _submit(self) -> None:
-        self._turn = None
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
         self._submitting = True
         try:
             until = self._clock() + int(self._device.budget_s * 1e9)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
 from aiokv.errors import AiokvError
-from aiokv.offload.begun import Begun
+from aiokv.offload.begun import Begun, BegunSteps
 from aiokv.offload.policies import Key
 from aiokv.ranks import Blocks, Hit, Miss, Outcome, RankGroup, Turn
 
@@ -84,10 +85,20 @@ class Jointly:
         return await self.least(turn, own)
 
 
-async def at_once(going: Coroutine[Any, Any, int]) -> AsyncIterator[int]:
+def at_once(going: Coroutine[Any, Any, int]) -> AsyncGenerator[int, None]:
     """A count as the only step, if there is anything."""
+    return BegunSteps(_step(going), partial(_left, going))
+
+
+async def _step(going: Coroutine[Any, Any, int]) -> AsyncGenerator[int, None]:
     if count := await going:
         yield count
+
+
+async def _left(going: Coroutine[Any, Any, int]) -> None:
+    task = asyncio.ensure_future(going)
+    task.cancel()
+    await asyncio.wait([task])
 
 
 async def _awaited(task: asyncio.Task[int]) -> int:

@@ -1,11 +1,11 @@
-"""A call that begins with the call, and is left properly also by a task that is cancelled before it ran."""
+"""Calls that begin with the call, and are left properly also by who is cancelled before any of it ran."""
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
-__all__ = ["Begun"]
+__all__ = ["Begun", "BegunSteps"]
 
 T = TypeVar("T")
 
@@ -48,3 +48,41 @@ class Begun(Coroutine[Any, Any, T]):
     def close(self) -> None:
         """End it, as of any coroutine; what goes on ends by itself."""
         self._going.close()
+
+
+class BegunSteps(AsyncGenerator[T, None]):
+    """An asynchronous generator over something that is going on already.
+
+    A plain one that is closed before its first step has nothing to leave.
+
+    Args:
+        going: Waits for what goes on, and leaves it however it is left.
+        leave: Leaves it where that was never run.
+    """
+
+    __slots__ = ("_going", "_leave", "_ran")
+
+    def __init__(self, going: AsyncGenerator[T, None], leave: Callable[[], Awaitable[None]]) -> None:
+        self._going = going
+        self._leave = leave
+        self._ran = False
+
+    def asend(self, value: None) -> Coroutine[Any, Any, T]:
+        """Go on, as of any asynchronous generator."""
+        self._ran = True
+        return self._going.asend(value)
+
+    async def athrow(self, *error: Any) -> T:  # noqa: ANN401
+        """Raise within, as of any asynchronous generator."""
+        await self._begin()
+        return await self._going.athrow(*error)
+
+    async def aclose(self) -> None:
+        """End it, as of any asynchronous generator."""
+        await self._begin()
+        await self._going.aclose()
+
+    async def _begin(self) -> None:
+        if not self._ran:
+            self._ran = True
+            await self._leave()

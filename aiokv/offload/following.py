@@ -7,10 +7,12 @@ give back what they hold, whether or not anybody waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 
 from aiokv.errors import AiokvError
 from aiokv.offload.batch import Batch
+from aiokv.offload.begun import BegunSteps
 from aiokv.offload.calls import Stored, Wanted
 from aiokv.offload.progress import Progress
 
@@ -60,8 +62,11 @@ class Followers:
             await self._leave(progress)
         return progress.count
 
-    async def steps(self, progress: Progress, until: int | None) -> AsyncIterator[int]:
+    def steps(self, progress: Progress, until: int | None) -> AsyncGenerator[int, None]:
         """Each time that more of the prefix is there: how much."""
+        return BegunSteps(self._steps(progress, until), partial(self._leave, progress))
+
+    async def _steps(self, progress: Progress, until: int | None) -> AsyncGenerator[int, None]:
         seen = 0
         try:
             while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class Loading:
     def add(self, batch: Batch) -> None:
         """A load more."""
         firsts = batch.blocks[0].ids[:: self._ratios[0]].tolist()
-        self._writers.update((first, (batch, index)) for index, first in enumerate(firsts))
+        self._writers.update(zip(firsts, zip(repeat(batch), range(len(firsts))), strict=False))
 
     def over(self, batch: Batch, part: Part) -> None:
         """A part of a load writes no more."""
@@ -43,13 +44,14 @@ class Loading:
         Returns:
             The runs of all, None for those that aren't, or no runs where none is; and the indices of these.
         """
-        if not self._writers:
+        firsts: list[int] = wanted.blocks[0].ids[:: self._ratios[0]].tolist()
+        if self._writers.keys().isdisjoint(firsts):
             return [], list(range(len(places)))
         runs: list[Run] = []
         fresh: list[int] = []
-        index, firsts = 0, wanted.blocks[0].ids[:: self._ratios[0]]
+        index = 0
         while index < len(places):
-            other = self._writers.get(int(firsts[index]))
+            other = self._writers.get(firsts[index])
             same = 0 if other is None else self._same(*other, places, wanted, index)
             if other is not None and same:
                 runs.append((other[0], other[1], other[1] + same))

@@ -138,14 +138,14 @@ class Segments(abc.ABC):
     def cut(self, places: Sequence[int], part_bytes: int) -> list[int]:
         """Where to cut a batch so that each part is in one segment, and about so large: ends of the parts."""
         most = max(1, part_bytes // self.place_bytes)
+        within = np.array(places, dtype=np.int64) // self._each
         ends: list[int] = []
         start = 0
-        for index in range(1, len(places)):
-            if index - start >= most or places[index] // self._each != places[index - 1] // self._each:
-                ends.append(index)
-                start = index
-        if places:
-            ends.append(len(places))
+        for end in [*(np.flatnonzero(np.diff(within)) + 1).tolist(), len(places)]:
+            ends += range(start + most, end, most)
+            if end:
+                ends.append(end)
+            start = end
         return ends
 
     def plan(self, cache: Side, places: Sequence[int], *, store: bool) -> tuple[CopyPlan, Segment]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
@@ -168,10 +168,11 @@ class HostTier(Life):
         stream: object | None = None,
         priority: SupportsIndex = 0,
         deadline: float | None = None,
-    ) -> AsyncIterator[int]:
+    ) -> AsyncGenerator[int, None]:
         """The same, prefix first: gives how many blocks of the prefix are in place, each time there are more.
 
-        The arguments and errors are those of ``load``; it begins with the call, too.
+        The arguments and errors are those of ``load``; it begins with the call, too, and is left once nothing
+        more can touch the blocks: by ``async with contextlib.aclosing(...)`` where it isn't read to its end.
         """
         if self._jointly is not None:  # each rank has steps of its own; all come to the last
             return at_once(self.load(hit, blocks, stream=stream, priority=priority, deadline=deadline))

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from weakref import WeakSet
 
 from aiokv.device.cache import KVCache
@@ -28,7 +29,7 @@ from aiokv.offload.integrity import Integrity
 from aiokv.offload.loading import Loading
 from aiokv.offload.offered import Offered
 from aiokv.offload.policies import Key
-from aiokv.offload.progress import Progress, runs_of
+from aiokv.offload.progress import Progress, Run, runs_of
 from aiokv.offload.segments import Segments
 from aiokv.offload.settings import TierSettings
 from aiokv.offload.snapshot import snapshot
@@ -153,13 +154,13 @@ class Traffic:
 
     def _begin_load(self, places: Sequence[int], wanted: Wanted, fresh: Sequence[int]) -> Batch:
         places = [places[index] for index in fresh]
-        writers = [self._storing.get(place) for place in places]
-        # A part waits for one part of a store at most.
-        cuts = {
-            index
-            for index in range(1, len(places))
-            if _part_of(writers[index]) is not _part_of(writers[index - 1])
-        }
+        writers: list[tuple[Batch, int] | None] = []
+        cuts: set[int] = set()
+        if not self._storing.keys().isdisjoint(places):
+            writers = [self._storing.get(place) for place in places]
+            # A part waits for one part of a store at most.
+            parts = [_part_of(writer) for writer in writers]
+            cuts = {index for index in range(1, len(parts)) if parts[index] is not parts[index - 1]}
         batch = self.copies.add(
             places,
             self._picked(wanted.blocks, fresh),
@@ -172,7 +173,7 @@ class Traffic:
         self._loading.add(batch)
         batch.keys = self.table.keys_at(places)
         for part in batch.parts:
-            writer = writers[part.lo]
+            writer = writers[part.lo] if writers else None
             if writer is None:
                 self.copies.begin(batch, part)
             else:
@@ -202,9 +203,6 @@ class Traffic:
             return
         self.counts.refused_blocks += offered.refused
         self.counts.joined_blocks += len(offered.pending)
-        sources: list[tuple[Batch | None, int]] = [(None, index) for index in range(offered.kept)]
-        for index, place in offered.pending:
-            sources[index] = self._storing[place]
         own: list[Batch] = []
         if offered.new:
             indices = [index for index, _ in offered.new]
@@ -222,11 +220,22 @@ class Traffic:
                 raise
             batch.call, batch.indices = call, indices
             own.append(batch)
-            for at, (index, place) in enumerate(offered.new):
-                sources[index] = self._storing[place] = (batch, at)
+            self._storing.update(zip(places, zip(repeat(batch), range(len(places))), strict=False))
+        runs = self._brought(offered)
+        for batch in own:
             for part in batch.parts:
                 self.copies.begin(batch, part)
-        progress.known(runs_of(sources), own)
+        progress.known(runs, own)
+
+    def _brought(self, offered: Offered) -> list[Run]:
+        """What brings the blocks of a store that are kept."""
+        count = offered.kept
+        if len(offered.new) == count > 0:
+            return [(self._storing[offered.new[0][1]][0], 0, count)]
+        sources: list[tuple[Batch | None, int]] = [(None, index) for index in range(count)]
+        for index, place in (*offered.pending, *offered.new):
+            sources[index] = self._storing[place]
+        return runs_of(sources)
 
     def _picked(self, blocks: Sequence[GroupBlocks], indices: Sequence[int]) -> tuple[GroupBlocks, ...]:
         if len(indices) * self._ratios[0] == blocks[0].ids.size:

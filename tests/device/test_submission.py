@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from aiokv.device import submission
 from aiokv.device.mocked import MockedDevice
 from aiokv.device.poller import CompletionPoller
 from aiokv.device.submission import Submissions
@@ -155,8 +156,8 @@ async def test_of_loads_the_more_urgent_goes_first_and_then_the_one_that_came_fi
     submissions = submissions_of(device)
     add(submissions, 2)  # then there is a turn to come
     plans = [add(submissions, 2, urgent=True, priority=priority) for priority in (0, 5, 0, 7)]
-    for _, submission in plans:
-        await submission.submitted()
+    for _, added in plans:
+        await added.submitted()
     order = list(dict.fromkeys(plan for plan, _ in device.given))
     assert order[:4] == [plans[index][0] for index in (3, 1, 0, 2)]
     submissions.close()
@@ -210,3 +211,25 @@ async def test_what_waits_for_the_caller_takes_nothing_of_the_window(device: Dev
     assert submissions.in_flight(urgent=True) == 0
     poller.close()
     submissions.close()
+
+
+@pytest.mark.asyncio
+async def test_while_little_is_in_flight_a_call_submits_by_itself(
+    device: Device, add: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who begins many copies in one turn doesn't have the device wait for the next one."""
+    monkeypatch.setattr(submission, "_AHEAD", 6 * 128)
+    loop = asyncio.get_running_loop()
+    poller = CompletionPoller(loop, clock=device.clock)
+    submissions = Submissions(device, loop, clock=device.clock, poller=poller, window_bytes=1 << 20)
+    for calls, given in enumerate([4, 8, 8], 1):  # a budget's worth each, until enough is in flight
+        _, store = add(submissions, 32)
+        assert len(device.given) == given, calls
+    gate = device.stream()
+    _, held = add(submissions, 32, after=gate.record())
+    assert len(device.given) == 8, "what is held up wouldn't begin"
+    while not (store.over and held.over):
+        await asyncio.sleep(0)
+        device.run()
+    submissions.close()
+    poller.close()

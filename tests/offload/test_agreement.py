@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -136,7 +136,7 @@ async def test_who_is_cancelled_at_any_time_enters_all_the_same(seed: int) -> No
             assert await on_all(kits, lambda kit: kit.found(names("a", 6))) == [6, 6]
 
 
-@pytest.mark.parametrize("what", ["store", "load", "exists", "delete", "reset"])
+@pytest.mark.parametrize("what", ["store", "load", "loading", "exists", "delete", "reset"])
 @pytest.mark.asyncio
 async def test_a_call_that_is_cancelled_before_its_task_ran_is_entered(seed: int, what: str) -> None:
     async with several(seed) as kits:
@@ -144,6 +144,13 @@ async def test_a_call_that_is_cancelled_before_its_task_ran_is_entered(seed: int
 
         async def call(kit: Kit) -> Any:
             async with kit.tier.lookup(names("a", 6)) as hit:
+                if what == "loading":
+                    async with aclosing(kit.tier.loading(hit, list(range(20, 26)))) as steps:
+                        if kit is kits[1]:
+                            return [count async for count in steps]
+                    found = kit.tier.statistics()
+                    assert (found.blocks_leased, found.copies) == (0, 0)
+                    return None
                 made = {
                     "store": lambda: kit.tier.store(names("b", 6), list(range(6))),
                     "load": lambda: kit.tier.load(hit, list(range(20, 26))),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 
 import pytest
 import torch
@@ -447,6 +448,22 @@ async def test_cancelled_before_its_task_ran_nothing_is_left(kind: str, what: st
             assert (found.blocks_leased, found.places_pending, found.copies) == (0, 0, 0)
         assert await kit.get(names("a", 12), range(20, 32)) == 12
         assert kit.holds(range(20, 32), before)
+
+
+@both
+@pytest.mark.asyncio
+async def test_steps_that_nobody_took_are_left_once_they_are_quiet(kind: str, seed: int) -> None:
+    async with tier_on(kind, seed) as kit:
+        await kit.tier.store(names("a", 12), list(range(12)))
+        async with kit.tier.lookup(names("a", 12)) as hit:
+            with pytest.raises(LookupError, match="the caller's own"):
+                async with aclosing(kit.tier.loading(hit, list(range(40, 52)))):
+                    raise LookupError("the caller's own")
+            found = kit.tier.statistics()
+            assert (found.blocks_leased, found.copies) == (0, 0)
+            async with aclosing(kit.tier.loading(hit, list(range(40, 52)))) as steps:
+                assert await anext(steps) > 0
+            assert kit.tier.statistics().blocks_leased == 0
 
 
 @pytest.mark.asyncio
