@@ -14,18 +14,27 @@ if TYPE_CHECKING:
 
 __all__ = ["AioKVConnector"]
 
-#: Versions of vLLM that the connector is tested with.
-SUPPORTED = "0.32"
-
 
 def __getattr__(name: str) -> object:
     """The connector's class, which needs vLLM, once somebody asks for it."""
     if name == "AioKVConnector":
-        try:
-            from aiokv.integrations.vllm.connector import AioKVConnector
-        except ImportError as error:
-            raise ImportError(
-                f"AioKVConnector is made for vLLM {SUPPORTED}, which isn't here: {error}"
-            ) from error
-        return AioKVConnector
+        return _connector()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _connector() -> type:
+    from aiokv.integrations.vllm import versions
+
+    try:
+        from vllm import __version__
+    except ImportError as error:
+        raise versions.missing(error) from error
+    versions.check_version(__version__)
+    try:
+        from aiokv.integrations.vllm.connector import AioKVConnector
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] != "vllm":
+            raise  # not vLLM's fault
+        raise versions.differs(__version__, error) from error
+    versions.check_complete(AioKVConnector, __version__)
+    return AioKVConnector

@@ -34,6 +34,10 @@ def check(config: VllmConfig, settings: ConnectorSettings) -> None:
             "AioKVConnector: what the host tier has lost is computed again, so host_tier needs "
             '"kv_load_failure_policy": "recompute"'
         )
+    if config.model_config.enable_sleep_mode:
+        raise ValueError(
+            "AioKVConnector: peers may read the KV cache at any time, so --enable-sleep-mode can't be had"
+        )
     if settings.layerwise and parallel.enable_dbo:
         raise ValueError("AioKVConnector: layerwise can't be had with --enable-dbo, which halves batches")
 
