@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from importlib import import_module
@@ -151,11 +152,15 @@ def _main(function: str, options: str, parent: str) -> None:
     out = os.dup(1)
     os.dup2(2, 1)
     module, _, name = function.partition(":")
-    run = getattr(import_module(module), name)
-    if inspect.iscoroutinefunction(run):
-        uvloop.run(run(Line(out), **json.loads(options)))
-    else:
-        run(**json.loads(options))
+    try:
+        run = getattr(import_module(module), name)
+        if inspect.iscoroutinefunction(run):
+            uvloop.run(run(Line(out), **json.loads(options)))
+        else:
+            run(**json.loads(options))
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        os._exit(1)  # whoever waits for an answer hears of it, also where threads of libraries would live on
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ def make_model(folder: Path) -> str:
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 2048,
+        "initializer_range": 0.2,  # else all tokens are about as likely, and answers hang on rounding
     }
     LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
     return str(folder)
@@ -67,12 +68,14 @@ async def serve(line: Line, *, model: str, transfer: dict[str, Any] | None) -> N
     instance = _Instance(line, model, transfer)
     line.say(up=True)
     listening = asyncio.ensure_future(instance.listen())
+    listening.add_done_callback(lambda _: instance.wake())
     while not listening.done():
         if instance.busy:
             instance.step()
             await asyncio.sleep(0)  # between two steps what was asked meanwhile is heard
         else:
             await instance.woken()
+    await listening  # what it failed of
 
 
 class _Instance:
@@ -101,25 +104,41 @@ class _Instance:
         self._wake = asyncio.Event()
         #: When the first and the last token of each request came (ns).
         self._times: dict[str, list[int]] = {}
-        self._steps = 0
-        #: Time of each hook (ns), and how often it was called.
-        self._hooks: dict[str, list[int]] = {name: [0, 0] for names in _HOOKS for name in names}
+        #: Of steps that computed something, and of those that only waited for KV.
+        self._computing, self._waiting = _Steps(), _Steps()
+        #: CPU of the process when it was told last (ns).
+        self._cpu_ns = time.process_time_ns()
+        #: Whether the last step computed something.
+        self._computed = False
+        self._scheduler.schedule = self._noted(self._scheduler.schedule)
+        self._hooks = _Hooks()
         if transfer is not None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-            for connector in (self._scheduler.connector, get_kv_transfer_group()):
-                for name, counted in self._hooks.items():
-                    setattr(connector, name, _timed(getattr(connector, name), counted))
+            self._hooks.time(self._scheduler.connector, get_kv_transfer_group())
+
+    def _noted(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(schedule)
+        def noted(*args: object, **named: object) -> object:
+            output = schedule(*args, **named)
+            self._computed = output.total_num_scheduled_tokens > 0
+            return output
+
+        return noted
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to step for."""
         return bool(self._scheduler.has_requests() or self._engine.has_unfinished_requests())
 
+    def wake(self) -> None:
+        """Something has come."""
+        self._wake.set()
+
     async def woken(self) -> None:
-        """Wait for a request."""
-        self._wake.clear()
+        """Wait for a request, or for the end."""
         await self._wake.wait()
+        self._wake.clear()
 
     async def listen(self) -> None:
         """Take requests."""
@@ -134,47 +153,84 @@ class _Instance:
             )
             self._times[told["name"]] = []
             self._engine.add_request(told["name"], {"prompt_token_ids": told["prompt"]}, sampling)
-            self._wake.set()
-
-    def _taken(self) -> float:
-        """Time that hooks took since this was asked last (ns), without that of looking at the clock."""
-        nothing_ns, nothings = self._hooks[_NOTHING]
-        clock_ns = nothing_ns / nothings if nothings else 0.0
-        taken = sum(spent - calls * clock_ns for spent, calls in self._hooks.values())
-        for counted in self._hooks.values():
-            counted[:] = [0, 0]
-        return taken
+            self.wake()
 
     def step(self) -> None:
         """One step of vLLM; says what is over."""
         outputs = self._engine.step()
-        self._steps += 1
+        (self._computing if self._computed else self._waiting).add(self._hooks.taken())
         for output in outputs:
             times = self._times[output.request_id]
             times[1 if times else 0 :] = [time.monotonic_ns()]
             if output.finished:
                 del self._times[output.request_id]
-                steps, hooks_ns, self._steps = self._steps, self._taken(), 0
+                before, self._cpu_ns = self._cpu_ns, time.process_time_ns()
                 self._line.say(
                     first=times[0],
                     last=times[-1],
                     params=output.kv_transfer_params,
                     tokens=list(output.outputs[0].token_ids),
-                    steps=steps,
-                    hooks_ns=hooks_ns,
+                    reason=output.outputs[0].finish_reason,
+                    computing=self._computing.told(),
+                    waiting=self._waiting.told(),
+                    cpu_ns=self._cpu_ns - before,
                 )
         if not outputs:
             time.sleep(0.0002)  # nothing but waiting for KV: leave the core to others
 
 
-def _timed(hook: Callable[..., Any], counted: list[int]) -> Callable[..., Any]:
+class _Steps:
+    """How many there were of a kind, and the CPU that hooks took in them (ns)."""
+
+    def __init__(self) -> None:
+        self._count, self._hooks_ns = 0, 0.0
+
+    def add(self, hooks_ns: float) -> None:
+        """One more."""
+        self._count += 1
+        self._hooks_ns += hooks_ns
+
+    def told(self) -> tuple[int, float]:
+        """Those since this was asked last."""
+        found = self._count, self._hooks_ns
+        self._count, self._hooks_ns = 0, 0.0
+        return found
+
+
+class _Hooks:
+    """The CPU that a connector's hooks take."""
+
+    def __init__(self) -> None:
+        #: Time of each hook (ns), and how often it was called, since it was asked for last.
+        self._spent: dict[str, list[int]] = {name: [0, 0] for names in _HOOKS for name in names}
+        #: The same of the one that does nothing, over all the time.
+        self._nothing = [0, 0]
+
+    def time(self, *connectors: object) -> None:
+        """Time the hooks of these from now on."""
+        for connector in connectors:
+            for name, spent in self._spent.items():
+                setattr(connector, name, _timed(getattr(connector, name), spent))
+
+    def taken(self) -> float:
+        """Time that they took since this was asked last (ns), without that of looking at the clock."""
+        for index, value in enumerate(self._spent[_NOTHING]):
+            self._nothing[index] += value
+        clock_ns = self._nothing[0] / max(1, self._nothing[1])
+        taken = sum(spent - calls * clock_ns for spent, calls in self._spent.values())
+        for spent in self._spent.values():
+            spent[:] = [0, 0]
+        return taken
+
+
+def _timed(hook: Callable[..., Any], spent: list[int]) -> Callable[..., Any]:
     @wraps(hook)
     def timed(*args: object, **named: object) -> object:
         began = time.thread_time_ns()
         try:
             return hook(*args, **named)
         finally:
-            counted[0] += time.thread_time_ns() - began
-            counted[1] += 1
+            spent[0] += time.thread_time_ns() - began
+            spent[1] += 1
 
     return timed

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
@@ -31,7 +31,7 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def program(*arguments: str) -> Iterator[None]:
+def program(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     settings = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -41,7 +41,7 @@ def program(*arguments: str) -> Iterator[None]:
     }
     process = subprocess.Popen([sys.executable, "-m", *arguments], env={**os.environ, **settings})
     try:
-        yield
+        yield process
     finally:
         process.terminate()
         process.wait()
@@ -55,12 +55,13 @@ def asked(url: str, **body: Any) -> str:
         return found
 
 
-def once_up(call: Callable[[], list[int]]) -> list[int]:
+def once_up(call: Callable[[], list[int]], programs: Sequence[subprocess.Popen[bytes]]) -> list[int]:
     """What it gives once nobody is missing; until then the router isn't there, or says 503."""
     while True:
         try:
             return call()
         except urllib.error.URLError:
+            assert [each.poll() for each in programs] == [None] * len(programs), "a program has ended"
             time.sleep(0.2)
 
 
@@ -82,23 +83,22 @@ def test_a_router_and_two_servers(real: ModuleType, model: str) -> None:
 
     with ExitStack() as stack:
         told = ["--http", f"127.0.0.1:{http}", "--control", f"tcp://127.0.0.1:{control}"]
-        stack.enter_context(program("aiokv", "router", *told))
+        programs = [stack.enter_context(program("aiokv", "router", *told))]
         for role, port in zip(("prefill", "decode"), ports, strict=True):
             where = f"http://127.0.0.1:{port}"
             known = {"address": f"tcp://127.0.0.1:{control}", "role": role, "http": where, "models": ["tiny"]}
-            stack.enter_context(
-                program(
-                    "vllm.entrypoints.openai.api_server",
-                    *OPTIONS,
-                    f"--model={model}",
-                    "--served-model-name=tiny",
-                    "--host=127.0.0.1",
-                    f"--port={port}",
-                    f"--kv-cache-memory-bytes={64 << 20}",
-                    f"--kv-transfer-config={json.dumps(real.transfer('fail', router=known))}",
-                )
+            server = program(
+                "vllm.entrypoints.openai.api_server",
+                *OPTIONS,
+                f"--model={model}",
+                "--served-model-name=tiny",
+                "--host=127.0.0.1",
+                f"--port={port}",
+                f"--kv-cache-memory-bytes={64 << 20}",
+                f"--kv-transfer-config={json.dumps(real.transfer('fail', router=known))}",
             )
-        moved = once_up(lambda: answer(router))
+            programs.append(stack.enter_context(server))
+        moved = once_up(lambda: answer(router), programs)
         figures = asked(f"http://127.0.0.1:{ports[1]}/metrics")
         assert re.search(r"^vllm:aiokv_load_seconds_count\{.*\} 1\.0$", figures, re.MULTILINE)
         # The prefill side alone, which fetched nothing.
