@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -24,6 +26,27 @@ def beside(name: str) -> ModuleType:
 def real() -> ModuleType:
     """Real vLLMs in processes of their own."""
     return beside("real")
+
+
+@pytest.fixture(scope="session")
+def model(real: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model of most of them."""
+    made: str = real.make_model(tmp_path_factory.mktemp("model"))
+    return made
+
+
+@pytest.fixture(scope="session")
+def lone(real: ModuleType, model: str) -> Iterator[Any]:
+    """A vLLM without a connector; it sleeps unless it is asked."""
+    with real.started(model) as instance:
+        yield instance
+
+
+@pytest.fixture(scope="module")
+def alone(request: pytest.FixtureRequest, lone: Any) -> dict[str, list[list[int]]]:
+    """What that answers to each of the module's ``PROMPTS``."""
+    prompts: dict[str, list[list[int]]] = request.module.PROMPTS
+    return {key: lone.answers(each, [None] * len(each)) for key, each in prompts.items()}
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Instance", "make_hybrid", "make_model", "transfer"]
+__all__ = ["Instance", "left_free", "make_hybrid", "make_model", "started", "transfer"]
 
 
 SIZES: dict[str, Any] = {
@@ -26,20 +27,17 @@ SIZES: dict[str, Any] = {
 }
 
 
-def make_model(folder: Path, *, tokenizer: bool = False) -> str:
-    """Write a Llama there; requests are tokens, so a tokenizer is for servers alone, which want one."""
+def make_model(folder: Path) -> str:
+    """Write a Llama there; requests are tokens, so its tokenizer is for servers alone, which want one."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
-    if tokenizer:
-        from tokenizers import Tokenizer, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(512)}, unk_token="w0"))
-        words.pre_tokenizer = pre_tokenizers.Whitespace()
-        PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(512)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     return str(folder)
 
 
@@ -126,6 +124,18 @@ class Instance:
         self.tell("state")
         return self.hear(event="state")
 
+    def figures(self) -> dict[str, float]:
+        """What its Prometheus endpoint shows of the connector, without ``vllm:aiokv_``."""
+        self.tell("figures")
+        said = self.hear(event="figures")
+        return {key.removeprefix("vllm:aiokv_"): value for key, value in said.items() if key != "event"}
+
+    def reset(self, *, connector: bool = False) -> bool:
+        """Forget all prefixes, of the host tier, too, if that is asked for; False: it could not."""
+        self.tell("reset", connector=connector)
+        well: bool = self.hear(event="reset")["well"]
+        return well
+
     def until(self, reached: Callable[[dict[str, Any]], bool]) -> None:
         """Wait for a state."""
         while not reached(self.state()):
@@ -146,3 +156,24 @@ class Instance:
         with self.process.stdin, self.process.stdout:
             pass
         self.process.wait()
+
+
+@contextmanager
+def started(model: str, config: dict[str, object] | None = None, **options: object) -> Iterator[Instance]:
+    """An instance, once it is up: one after the other, as all need the same cores."""
+    instance = Instance(model, config, **options)
+    try:
+        instance.hear(event="up")
+        yield instance
+    finally:
+        instance.close()
+
+
+@contextmanager
+def left_free(*instances: Instance, connector: bool = False) -> Iterator[None]:
+    """Nothing is cached at the start (in a host tier neither, if asked for), and no block held at the end."""
+    for each in instances:
+        assert each.reset(connector=connector)
+    yield
+    for each in instances:
+        each.until_free()

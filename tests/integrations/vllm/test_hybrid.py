@@ -16,13 +16,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def pair(real: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
     model = real.make_hybrid(tmp_path_factory.mktemp("hybrid"))
-    sides = []
-    for _ in range(2):
-        sides.append(real.Instance(model, real.transfer()))
-        sides[-1].hear(event="up")
-    yield sides[0], sides[1]
-    for side in sides:
-        side.close()
+    with real.started(model, real.transfer()) as left, real.started(model, real.transfer()) as right:
+        yield left, right
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -34,8 +29,7 @@ def test_answers_are_those_of_one(pair: tuple[Any, Any]) -> None:
     left, right = pair
     assert left.state()["groups"] > 1
     alone = left.answers(prompts(1), [None] * 5)
-    left.tell("reset")
-    assert left.hear(event="reset")["well"]
+    assert left.reset()
     assert right.answers(prompts(1), left.prefill(prompts(1))) == alone
     left.until_free()
     right.until_free()

@@ -36,55 +36,23 @@ PROMPTS = {
 }
 
 
-def figures(instance: Any) -> dict[str, float]:
-    """What its Prometheus endpoint shows of the connector."""
-    instance.tell("figures")
-    return {key: value for key, value in instance.hear(event="figures").items() if key != "event"}
-
-
-@pytest.fixture(scope="module")
-def model(real: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return real.make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def alone(real: ModuleType, model: str) -> dict[str, list[list[int]]]:
-    """What one vLLM without a connector answers."""
-    instance = real.Instance(model)
-    instance.hear(event="up")
-    found = {key: instance.answers(prompts, [None] * len(prompts)) for key, prompts in PROMPTS.items()}
-    instance.close()
-    return found
-
-
 @pytest.fixture(scope="module")
 def pair(real: ModuleType, model: str, alone: object) -> Iterator[tuple[Any, Any]]:
     """The prefill side and the decode side."""
-    left = real.Instance(
-        model, real.transfer("fail", transports=["cma", "tcp"], layerwise=True), max_num_batched_tokens=96
-    )
-    left.hear(event="up")  # one after the other: both need the same core
-    right = real.Instance(
-        model, real.transfer(load_timeout=20), num_gpu_blocks_override=41, disable_log_stats=False
-    )
-    right.hear(event="up")
-    said = left.prefill([prompt(999, 10)])
-    left.addresses = said[0]["remote_addresses"]
-    right.answers([prompt(999, 10)], said)
-    yield left, right
-    left.close()
-    right.close()
+    config = real.transfer("fail", transports=["cma", "tcp"], layerwise=True)
+    with real.started(model, config, max_num_batched_tokens=96) as left:
+        config = real.transfer(load_timeout=20)
+        with real.started(model, config, num_gpu_blocks_override=41, disable_log_stats=False) as right:
+            said = left.prefill([prompt(999, 10)])
+            left.addresses = said[0]["remote_addresses"]
+            right.answers([prompt(999, 10)], said)
+            yield left, right
 
 
 @pytest.fixture(autouse=True)
-def nothing_held(pair: tuple[Any, Any]) -> Iterator[None]:
-    """No block is held at the end of a test, and no prefix cached at its start."""
-    for each in pair:
-        each.tell("reset")
-        assert each.hear(event="reset")["well"]
-    yield
-    for each in pair:
-        each.until_free()
+def nothing_held(pair: tuple[Any, Any], real: ModuleType) -> Iterator[None]:
+    with real.left_free(*pair):
+        yield
 
 
 def test_many_at_once(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
@@ -225,46 +193,42 @@ def test_a_decode_side_that_is_busy(
 ) -> None:
     """What waits there for blocks is held for longer than what nobody wants (vllm#21570)."""
     _, right = pair
-    hasty = real.Instance(model, real.transfer(hold=2))
-    hasty.hear(event="up")
-    before = figures(right)
-    busy = [right.add(prompt(500 + seed, 120), 880) for seed in range(5)]  # all blocks, for long
-    right.until(lambda state: len(state["requests"]) == len(busy))
-    params = hasty.prefill(PROMPTS["few"][:2])
-    name = right.add(PROMPTS["few"][0], params=params[0])
-    hasty.until(lambda state: len(state["requests"]) == 1)  # what nobody wants is free
-    for each in busy:
-        right.tell("abort", name=each)
-    assert right.over(name)["tokens"] == alone["few"][0]
-    assert figures(right)["vllm:aiokv_load_seconds_count"] - before["vllm:aiokv_load_seconds_count"] == 1
-    hasty.until_free()
-    hasty.close()
+    with real.started(model, real.transfer(hold=2)) as hasty:
+        before = right.figures()
+        busy = [right.add(prompt(500 + seed, 120), 880) for seed in range(5)]  # all blocks, for long
+        right.until(lambda state: len(state["requests"]) == len(busy))
+        params = hasty.prefill(PROMPTS["few"][:2])
+        name = right.add(PROMPTS["few"][0], params=params[0])
+        hasty.until(lambda state: len(state["requests"]) == 1)  # what nobody wants is free
+        for each in busy:
+            right.tell("abort", name=each)
+        assert right.over(name)["tokens"] == alone["few"][0]
+        assert right.figures()["load_seconds_count"] - before["load_seconds_count"] == 1
+        hasty.until_free()
 
 
 def test_reset_while_blocks_are_held(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:
     """It says that it did nothing, and works once they are free (vllm#57727)."""
     left, right = pair
     params = left.prefill(PROMPTS["few"])
-    left.tell("reset")
-    assert not left.hear(event="reset")["well"]
+    assert not left.reset()
     assert right.answers(PROMPTS["few"], params) == alone["few"]
     left.until_free()
-    left.tell("reset")
-    assert left.hear(event="reset")["well"]
+    assert left.reset()
 
 
 def test_figures(pair: tuple[Any, Any]) -> None:
     """They are in vLLM's own endpoint."""
     left, right = pair
-    before = figures(right)
+    before = right.figures()
     params = left.prefill(PROMPTS["few"][:1])
     lost = {**params[0], "remote_addresses": [NOWHERE], "transfer_id": uuid.uuid4().hex}
     right.answers(PROMPTS["few"][:2], [params[0], lost])
-    after = figures(right)
-    assert after["vllm:aiokv_load_seconds_count"] - before["vllm:aiokv_load_seconds_count"] == 1
+    after = right.figures()
+    assert after["load_seconds_count"] - before["load_seconds_count"] == 1
     # 3 blocks of 128 tokens of 4 layers, K and V of 2 heads of 64 elements of 4 bytes
-    assert after["vllm:aiokv_load_bytes_sum"] - before["vllm:aiokv_load_bytes_sum"] == 3 * 128 * 4096
-    assert after["vllm:aiokv_loads_failed_total"] - before["vllm:aiokv_loads_failed_total"] == 1
+    assert after["load_bytes_sum"] - before["load_bytes_sum"] == 3 * 128 * 4096
+    assert after["loads_failed_total"] - before["loads_failed_total"] == 1
 
 
 def test_policy_fail(pair: tuple[Any, Any]) -> None:

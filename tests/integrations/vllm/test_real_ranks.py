@@ -20,79 +20,50 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 #: 25 blocks; the caches have 16 each.
-PROMPTS = [prompt(seed, 5 * BLOCK + 20 * seed) for seed in range(5)]
+PROMPTS = {"some": [prompt(seed, 5 * BLOCK + 20 * seed) for seed in range(5)]}
 
 
 @pytest.fixture(scope="module")
-def model(real: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return real.make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def alone(real: ModuleType, model: str) -> list[list[int]]:
-    """What one vLLM without a connector answers."""
-    instance = real.Instance(model)
-    instance.hear(event="up")
-    found = instance.answers(PROMPTS, [None] * len(PROMPTS))
-    instance.close()
-    return found
-
-
-@pytest.fixture(scope="module")
-def two(real: ModuleType, model: str, alone: object) -> Iterator[Any]:
-    instance = real.Instance(
-        model,
-        real.transfer(host_tier="24MiB", decode_ranks=1, layerwise=True),
-        num_gpu_blocks_override=17,
-        disable_log_stats=False,
-        tensor_parallel_size=2,
-    )
-    instance.hear(event="up")
-    yield instance
-    instance.close()
+def two(real: ModuleType, model: str) -> Iterator[Any]:
+    config = real.transfer(host_tier="24MiB", decode_ranks=1, layerwise=True)
+    options = {"num_gpu_blocks_override": 17, "disable_log_stats": False, "tensor_parallel_size": 2}
+    with real.started(model, config, **options) as instance:
+        yield instance
 
 
 @pytest.fixture(scope="module")
 def one(real: ModuleType, model: str, two: object) -> Iterator[Any]:
-    instance = real.Instance(model, real.transfer(decode_ranks=2), disable_log_stats=False)
-    instance.hear(event="up")
-    yield instance
-    instance.close()
+    with real.started(model, real.transfer(decode_ranks=2), disable_log_stats=False) as instance:
+        yield instance
 
 
 @pytest.fixture(autouse=True)
-def nothing_held(one: Any, two: Any) -> Iterator[None]:
-    """No block is held at the end of a test, and nothing is kept at its start."""
-    for each in (one, two):
-        each.tell("reset", connector=True)
-        assert each.hear(event="reset")["well"]
-    yield
-    for each in (one, two):
-        each.until_free()
+def nothing_held(one: Any, two: Any, real: ModuleType) -> Iterator[None]:
+    with real.left_free(one, two, connector=True):
+        yield
 
 
 def loads(instance: Any, kind: str) -> float:
-    instance.tell("figures")
-    found: float = instance.hear(event="figures")[f"vllm:aiokv_{kind}_seconds_count"]
+    found: float = instance.figures()[f"{kind}_seconds_count"]
     return found
 
 
-def test_each_rank_brings_its_share_back(two: Any, alone: list[list[int]]) -> None:
+def test_each_rank_brings_its_share_back(two: Any, alone: dict[str, list[list[int]]]) -> None:
     before = loads(two, "tier_load")
     for times in (0, 2):  # each rank tells of its own
-        assert [two.answers([each], [None])[0] for each in PROMPTS] == alone
-        assert loads(two, "tier_load") - before == times * len(PROMPTS)
+        assert [two.answers([each], [None])[0] for each in PROMPTS["some"]] == alone["some"]
+        assert loads(two, "tier_load") - before == times * len(PROMPTS["some"])
 
 
-def test_from_two_ranks_to_one(two: Any, one: Any, alone: list[list[int]]) -> None:
+def test_from_two_ranks_to_one(two: Any, one: Any, alone: dict[str, list[list[int]]]) -> None:
     before = loads(one, "load")
-    for each, answer in zip(PROMPTS, alone, strict=True):
+    for each, answer in zip(PROMPTS["some"], alone["some"], strict=True):
         assert one.answers([each], two.prefill([each])) == [answer]
-    assert loads(one, "load") - before == len(PROMPTS)
+    assert loads(one, "load") - before == len(PROMPTS["some"])
 
 
-def test_from_one_rank_to_two(two: Any, one: Any, alone: list[list[int]]) -> None:
+def test_from_one_rank_to_two(two: Any, one: Any, alone: dict[str, list[list[int]]]) -> None:
     before = loads(two, "load")
-    for each, answer in zip(PROMPTS, alone, strict=True):
+    for each, answer in zip(PROMPTS["some"], alone["some"], strict=True):
         assert two.answers([each], one.prefill([each])) == [answer]
-    assert loads(two, "load") - before == 2 * len(PROMPTS)
+    assert loads(two, "load") - before == 2 * len(PROMPTS["some"])

@@ -32,43 +32,16 @@ PROMPTS = {
 
 
 @pytest.fixture(scope="module")
-def model(real: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return real.make_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def alone(real: ModuleType, model: str) -> dict[str, list[list[int]]]:
-    """What one vLLM without a connector answers."""
-    instance = real.Instance(model)
-    instance.hear(event="up")
-    found = {key: instance.answers(prompts, [None] * len(prompts)) for key, prompts in PROMPTS.items()}
-    instance.close()
-    return found
-
-
-@pytest.fixture(scope="module")
-def one(real: ModuleType, model: str, alone: object) -> Iterator[Any]:
-    instance = real.Instance(
-        model, real.transfer(host_tier="24MiB"), num_gpu_blocks_override=17, disable_log_stats=False
-    )
-    instance.hear(event="up")
-    yield instance
-    instance.close()
+def one(real: ModuleType, model: str) -> Iterator[Any]:
+    config, options = real.transfer(host_tier="24MiB"), {"num_gpu_blocks_override": 17}
+    with real.started(model, config, disable_log_stats=False, **options) as instance:
+        yield instance
 
 
 @pytest.fixture(autouse=True)
-def nothing_held(one: Any) -> Iterator[None]:
-    """No block is held at the end of a test, and nothing is in vLLM's cache or the tier at its start."""
-    one.tell("reset", connector=True)
-    assert one.hear(event="reset")["well"]
-    yield
-    one.until_free()
-
-
-def figures(one: Any) -> dict[str, float]:
-    one.tell("figures")
-    said = one.hear(event="figures")
-    return {key.removeprefix("vllm:aiokv_"): value for key, value in said.items() if key != "event"}
+def nothing_held(one: Any, real: ModuleType) -> Iterator[None]:
+    with real.left_free(one, connector=True):
+        yield
 
 
 def one_by_one(one: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -77,9 +50,9 @@ def one_by_one(one: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 def test_what_the_small_cache_lost_comes_back(one: Any, alone: dict[str, list[list[int]]]) -> None:
     assert one_by_one(one, PROMPTS["some"]) == alone["some"]
-    before = figures(one)
+    before = one.figures()
     assert one_by_one(one, PROMPTS["some"]) == alone["some"]
-    after = figures(one)
+    after = one.figures()
     assert after["tier_load_seconds_count"] - before["tier_load_seconds_count"] == 5
     assert after["tier_loads_failed_total"] == before["tier_loads_failed_total"]
     # 128 tokens of 4 layers, K and V of 2 heads of 64 elements of 4 bytes
@@ -91,7 +64,7 @@ def test_all_at_once(one: Any, alone: dict[str, list[list[int]]]) -> None:
         for key, prompts in PROMPTS.items():
             assert one.answers(prompts, [None] * len(prompts)) == alone[key]
     assert one.state()["preempted"]
-    assert figures(one)["tier_evicted_blocks_total"]
+    assert one.figures()["tier_evicted_blocks_total"]
 
 
 def test_prefixes(one: Any, alone: dict[str, list[list[int]]]) -> None:
@@ -108,8 +81,7 @@ def test_events(one: Any) -> None:
     known = [each[at : at + BLOCK] for each in PROMPTS["more"] for at in range(0, 6 * BLOCK, BLOCK)]
     assert 40 <= len(blocks) <= 48
     assert all(block in known for block in blocks)
-    one.tell("reset", connector=True)
-    assert one.hear(event="reset")["well"]
+    assert one.reset(connector=True)
     one.answers([prompt(999, 10)], [None])
     one.tell("told")
     assert one.hear(event="told")["blocks"] == []
@@ -117,11 +89,10 @@ def test_events(one: Any) -> None:
 
 def test_a_reset_empties_it(one: Any, alone: dict[str, list[list[int]]]) -> None:
     one_by_one(one, PROMPTS["some"])
-    one.tell("reset", connector=True)  # also right after: no copy holds a block
-    assert one.hear(event="reset")["well"]
-    before = figures(one)
+    assert one.reset(connector=True)  # also right after: no copy holds a block
+    before = one.figures()
     assert one_by_one(one, PROMPTS["some"][:1]) == alone["some"][:1]
-    assert figures(one)["tier_load_seconds_count"] == before["tier_load_seconds_count"]
+    assert one.figures()["tier_load_seconds_count"] == before["tier_load_seconds_count"]
 
 
 def test_given_up_at_any_time(one: Any, alone: dict[str, list[list[int]]]) -> None:
@@ -143,10 +114,10 @@ def test_beside_a_prefill_side(
     one_by_one(one, [each[: 3 * BLOCK] for each in PROMPTS["some"]])
     one_by_one(one, PROMPTS["more"][:3])
     params = left.prefill(PROMPTS["some"])
-    before = figures(one)
+    before = one.figures()
     names = [one.add(each, params=said) for each, said in zip(PROMPTS["some"], params, strict=True)]
     assert [one.over(name)["tokens"] for name in names] == alone["some"]
-    after = figures(one)
+    after = one.figures()
     assert after["tier_load_seconds_count"] > before["tier_load_seconds_count"]
     fetched = after["load_bytes_sum"] - before["load_bytes_sum"]
     assert 0 < fetched < sum(-(-len(each) // BLOCK) for each in PROMPTS["some"]) * BLOCK * 4096

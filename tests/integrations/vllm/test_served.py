@@ -65,12 +65,6 @@ def once_up(call: Callable[[], list[int]], programs: Sequence[subprocess.Popen[b
             time.sleep(0.2)
 
 
-@pytest.fixture(scope="module")
-def model(real: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
-    made: str = real.make_model(tmp_path_factory.mktemp("model"), tokenizer=True)
-    return made
-
-
 def test_a_router_and_two_servers(real: ModuleType, model: str) -> None:
     http, control, *ports = free_ports(4)
     router = f"http://127.0.0.1:{http}"
