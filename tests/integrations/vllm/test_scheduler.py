@@ -50,7 +50,7 @@ def test_a_load(half: SchedulerHalf) -> None:
 
 def test_what_will_be_loaded_is_held_meanwhile(half: SchedulerHalf) -> None:
     half.added(pulling(remote_hold=20.0))
-    half.added(Request())
+    half.added(Request("another"))
     assert half.pending
     assert half.orders().queued == [Queued(Ticket("t"), (THERE,), 20.0)]
 
