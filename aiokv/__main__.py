@@ -18,7 +18,7 @@ _COMMANDS = MappingProxyType(
         "bench": ("aiokv.bench.__main__", "measure aiokv beside what it is compared with"),
         "doctor": ("aiokv.doctor.command", "what this machine can do, and how to mend what it can't"),
         "keygen": ("aiokv.control.keygen", "a pair of keys, so that engines talk to those they know only"),
-        "pool": ("aiokv.offload.sharing.command", "host memory for KV blocks that several processes share"),
+        "pool": ("aiokv.commands.pool", "host memory for KV blocks that several processes share"),
         "router": ("aiokv.router.command", "an OpenAI-compatible router for prefill and decode servers"),
         "trace": ("aiokv.tracing", "put traces of several processes into one file"),
     }

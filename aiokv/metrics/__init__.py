@@ -2,6 +2,7 @@
 
     exporter = aiokv.metrics.Exporter(engine, labels={"rank": "0"})
     tiers = aiokv.metrics.TierExporter(tier, labels={"rank": "0"})
+    pools = aiokv.metrics.PoolExporter(pool)         # or python -m aiokv pool --metrics HOST:PORT
     groups = aiokv.metrics.RankExporter(ranks, labels={"rank": "0"})
     prometheus_client.start_http_server(9000)        # or whatever serves your metrics today
 
@@ -10,7 +11,8 @@ it, and there is no thread or server of aiokv's. Scrapes may come from any threa
 """
 
 from aiokv.metrics.engines import Exporter
+from aiokv.metrics.pools import PoolExporter
 from aiokv.metrics.ranks import RankExporter
 from aiokv.metrics.tiers import TierExporter
 
-__all__ = ["Exporter", "RankExporter", "TierExporter"]
+__all__ = ["Exporter", "PoolExporter", "RankExporter", "TierExporter"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("prometheus_client", reason="pip install 'aiokv[metrics]'")
@@ -10,7 +13,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
 from aiokv.errors import ClosedError
-from aiokv.metrics import TierExporter
+from aiokv.metrics import PoolExporter, TierExporter
+from aiokv.offload.sharing.owner import HostPool, PoolStatistics
 from aiokv.offload.statistics import TierStatistics
 from aiokv.offload.tier import HostTier
 from aiokv.testing.tiers import BLOCK, names, tier_on
@@ -54,3 +58,28 @@ def test_every_count_is_shown() -> None:
     shown = {field for table in tables for _, _, fields in table.values() for field in fields.values()}
     # What these are in bytes is shown.
     assert set(TierStatistics.__slots__) - shown == {"loaded_blocks", "stored_blocks"}
+
+
+@pytest.mark.asyncio
+async def test_what_a_pool_holds_is_shown(seed: int, tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    pool = HostPool(tmp_path / "pool", 8 * BLOCK)
+    with PoolExporter(pool, registry):
+        async with pool, tier_on("host", seed, pool=pool.path) as kit:
+            assert await kit.tier.store(names("a", 6), list(range(6))) == 6
+            assert await kit.tier.store(names("b", 4), list(range(4))) == 4
+            shown = generate_latest(registry).decode()
+            assert 'aiokv_pool_guests{state="attached"} 1.0' in shown
+            assert 'aiokv_pool_guests{state="lost"} 0.0' in shown
+            assert 'aiokv_pool_places{state="used"} 8.0' in shown
+            assert "aiokv_pool_evicted_blocks_total 2.0" in shown
+            assert f"aiokv_pool_bytes {8.0 * BLOCK}" in shown
+    assert generate_latest(registry) == b""
+
+
+def test_every_count_of_a_pool_is_shown() -> None:
+    from aiokv.metrics import pools
+
+    tables = (pools._COUNTERS, pools._GAUGES)
+    shown = {field for table in tables for _, _, named in table.values() for field in named.values()}
+    assert {field.name for field in fields(PoolStatistics)} == shown

@@ -7,7 +7,9 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from importlib.util import find_spec
 
 import uvloop
 
@@ -40,9 +42,41 @@ async def _run(options: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     pool = HostPool(options.path, options.capacity, options.policy, segment_bytes=options.segment)
-    async with pool:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(pool)
+        if options.metrics is not None:
+            stack.callback(await asyncio.to_thread(_show, pool, *options.metrics))
         print(f"pool: {pool.path}", flush=True)
         await stop.wait()
+
+
+def _show(pool: HostPool, host: str, port: int) -> Callable[[], None]:
+    """Serve the pool's metrics from a thread of their own; gives what ends that."""
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    from aiokv.metrics import PoolExporter
+
+    registry = CollectorRegistry()
+    exporter = PoolExporter(pool, registry)
+    server, thread = start_http_server(port, host, registry)
+    print(f"metrics: http://{host}:{server.server_port}/metrics", flush=True)
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+        exporter.close()
+
+    return end
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    if find_spec("prometheus_client") is None:
+        raise argparse.ArgumentTypeError("it needs pip install 'aiokv[metrics]'")
+    return host.strip("[]"), int(port)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,5 +97,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="memory is made and pinned in pieces of about this size (default: %(default)s)",
     )
+    option("--metrics", type=_address, metavar="HOST:PORT", help="where Prometheus finds what it holds")
     option("--verbose", action="store_true", help="log more")
     return parser

@@ -1,0 +1,1 @@
+"""Commands of ``python -m aiokv`` that put together what lies in several layers."""
