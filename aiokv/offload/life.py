@@ -44,6 +44,7 @@ class Life:
         policy: str | Policy | None = None,
         *,
         pool: str | os.PathLike[str] | None = None,
+        salt: bytes = b"",
         admission: Admission | None = None,
         engine: TransferEngine | None = None,
         ranks: RankGroup | None = None,
@@ -67,6 +68,10 @@ class Life:
             raise ValueError("give the capacity of memory of its own, or the pool whose memory it shares")
         if pool is not None and (policy is not None or admission is not None):
             raise ValueError("what goes first, and what gets a place, is for the pool; give it to HostPool")
+        if not isinstance(salt, bytes):
+            raise TypeError(f"salt is bytes, not {salt!r}")
+        if salt and pool is None:
+            raise ValueError("salt is for a pool that others share")
         if pool is not None and not cache.layout.model:
             raise ValueError(
                 "in a pool that others share, models are told apart by their fingerprint: give "
@@ -80,6 +85,7 @@ class Life:
             self._pool = SharedPool(cache.layout, cache.device)
         #: Where the pool that it shares is; empty if it has memory of its own.
         self._door = "" if pool is None else checked_path(pool)
+        self._salt = salt
         self.block_size = self._pool.tokens
         self._policy = policy_named("lru" if policy is None else policy)
         self._admission = admission
@@ -223,7 +229,7 @@ class Life:
         """The index of this tier, or its part of that of the pool."""
         if isinstance(self._pool, Pool):
             return OwnIndex(self._policy, admission=self._admission, removed=removed, distrusted=distrusted)
-        self._guest = Guest(self._door, self._pool, self.cache.layout)
+        self._guest = Guest(self._door, self._pool, self.cache.layout, self._salt)
         index = SharedIndex(self._guest, removed=removed)
         self._guest.serve(index, reset=self._on_reset, lost=self._on_lost, again=self._on_again)
         return index

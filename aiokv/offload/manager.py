@@ -102,6 +102,15 @@ class BlockTable:
         pending = self._pending
         return [place for place in map(self._places.get, keys) if place is not None and pending[place]]
 
+    def readable(self, keys: Sequence[Key], within: int) -> int:
+        """How many blocks of a prefix are written, in places below ``within``. Says nothing of their use."""
+        get, pending = self._places.get, self._pending
+        for at, key in enumerate(keys):
+            place = get(key, -1)
+            if not 0 <= place < within or pending[place]:
+                return at
+        return len(keys)
+
     def ready(self, place: int) -> bool:
         """Whether what is in a place is written, and still what its key names."""
         return self._keys[place] is not None and not self._pending[place]

@@ -49,6 +49,8 @@ class HostTier(Life):
         pool: Where a ``HostPool`` of this host is, whose memory and blocks are shared with others of the same
             user; its capacity and policy are the pool's. Hashes are then bytes, str, int, or tuples of these.
             Where the pool is lost nothing is found, or kept, until there is one again.
+        salt: With ``pool``: blocks that were stored with another salt are not found. For what the hashes and
+            the layout's ``model`` don't tell apart.
         admission: Which new blocks are worth a place, such as ``SecondSight``; by default all.
         engine: An entered engine of the same cache: blocks that its transfers hold are then refused here, and
             blocks that are on their way here there.

@@ -22,6 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from aiokv.device.cache import KVCache
+from aiokv.integrations.vllm.asking import Asking
 from aiokv.integrations.vllm.figures import Endpoint, Figures
 from aiokv.integrations.vllm.keeping import Keeping
 from aiokv.integrations.vllm.kvevents import kv_event
@@ -29,10 +30,11 @@ from aiokv.integrations.vllm.layout import cache_layout, layer_order, rank_heads
 from aiokv.integrations.vllm.leaving import Leaving
 from aiokv.integrations.vllm.news import News
 from aiokv.integrations.vllm.orders import Orders
-from aiokv.integrations.vllm.reading import check, compute_stream, fingerprint, group_of
+from aiokv.integrations.vllm.reading import check, compute_stream, fingerprint, group_of, weights
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.worker import WorkerHalf
+from aiokv.offload.sharing.lookout import Lookout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -75,9 +77,10 @@ class TierNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 @dataclass
 class Address(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """Where a worker's engine is reached, on its way to the scheduler."""
+    """Where a worker's engine is reached, and what it finds in a pool, on its way to the scheduler."""
 
     address: str
+    digest: bytes | None = None
 
 
 class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -114,7 +117,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         sizes = [group.block_size for group in self._groups]
         events = vllm_config.kv_events_config
         tier = None
-        if self._settings.host_tier is not None:
+        if self._settings.keeps:
             told = events is not None and events.enable_kv_cache_events
             tier = Keeping(sizes[0], parallel.tensor_parallel_size, events=told)
         #: The scheduler's half; idle in a worker.
@@ -144,14 +147,17 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._layers = {name: layer for layer, name in enumerate(names)}
         cache = KVCache.from_tensors(layout, tensors)
         try:
-            self._worker = WorkerHalf(cache, self._settings, rank, ranks)
+            self._worker = WorkerHalf(
+                cache, self._settings, rank, ranks, weights=weights(config, self._settings.model)
+            )
         except BaseException:
             cache.close()
             raise
 
     def get_handshake_metadata(self) -> Address | None:
         """Where this worker is reached."""
-        return Address(self._worker.address) if self._worker is not None else None
+        worker = self._worker
+        return None if worker is None else Address(worker.address, worker.digest)
 
     def handle_preemptions(self, kv_connector_metadata: Metadata) -> None:
         """Before a step writes anything: nobody may be reading what it writes to."""
@@ -248,15 +254,20 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+        self._scheduler.close()
 
     # -- beside the scheduler
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """Take note of where the workers are."""
-        self._scheduler.leaving.addresses = tuple(metadata[rank].address for rank in sorted(metadata))
+        told = [metadata[rank] for rank in sorted(metadata)]
+        self._scheduler.leaving.addresses = tuple(each.address for each in told)
+        if self._settings.host_pool is not None:
+            digests = [each.digest for each in told]
+            self._scheduler.share(Asking(Lookout(self._settings.host_pool, digests)))
 
     def on_new_request(self, request: Request) -> None:
-        """A request is in the queue: what it will fetch is to be held until then."""
+        """A request is in the queue: what it will fetch is to be held until then, or asked for in a pool."""
         self._scheduler.added(request)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -266,7 +277,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded, always in the background; None while others load the same."""
+        """Tokens that can be loaded, always in the background; None: not known yet, or others load them."""
         tokens = self._scheduler.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from aiokv.integrations.vllm.asking import Asking
 from aiokv.integrations.vllm.news import Emptied, Gone, Kept, Missed, News
 from aiokv.integrations.vllm.orders import Blocks, Keep, Orders, Recall
 from aiokv.integrations.vllm.residents import Residents
@@ -86,9 +87,13 @@ class Keeping:
         block_size: Tokens per block.
         ranks: Workers of the instance.
         events: Whether anybody reads ``take_changes``.
+
+    Attributes:
+        asking: Finds what others have stored in a pool; None where the tiers are this instance's own.
     """
 
     def __init__(self, block_size: int, ranks: int = 1, *, events: bool = False) -> None:
+        self.asking: Asking | None = None
         self._block_size = block_size
         self._ranks = ranks
         self._residents = Residents(ranks)
@@ -111,20 +116,46 @@ class Keeping:
 
     # -- a request comes
 
+    def arrived(self, request: Request) -> None:
+        """A request was added; it will be asked what is found for it."""
+        if self.asking is not None:
+            hashes = request.block_hashes
+            self.asking.begin(request.request_id, hashes, self._residents.prefix(hashes, 0))
+
     def found(self, request: Request, computed: int) -> int | None:
-        """Tokens behind ``computed`` that are in the tiers. Changes nothing.
+        """Tokens behind ``computed`` that are in the tiers. Changes nothing to be seen.
 
         Returns:
-            None while some of them are on their way already, for a request that came before: to be asked
-            again, as they will be in vLLM's own cache then.
+            None while it is not known what a pool has, or some of them are on their way already for a request
+            that came before: to be asked again, as these will be in vLLM's own cache then.
         """
         hashes, first = request.block_hashes, computed // self._block_size
         if request.request_id in self._missed or computed % self._block_size:
             return 0
         end = self._residents.prefix(hashes, first)
+        if self.asking is not None:
+            self.asking.begin(request.request_id, hashes, end)
+            there = self.asking.found(request.request_id)
+            if there is None:
+                return None
+            self._learn(request, there)
+            end = self._residents.prefix(hashes, first)
         if self._recalling and any(block in self._recalling for block in hashes[first:end]):
             return None
         return (end - first) * self._block_size
+
+    def _learn(self, request: Request, there: range) -> None:
+        """These blocks of a request are in the pool, whoever stored them."""
+        hashes, size = request.block_hashes, self._block_size
+        new: list[bytes] = []
+        for rank in range(self._ranks):
+            new = self._residents.add(hashes[there.start : there.stop], rank) or new
+        if self._changes is None or not new:
+            return
+        tokens = list(request.all_token_ids[: there.stop * size])
+        indices = [at for at in there if hashes[at] in set(new)]
+        events = stored(hashes[: there.stop], None, size, tokens, indices)
+        self._changes.extend(TierChange(event, request.lora_request) for event in events)
 
     def begun(self, request: Request, blocks: Sequence[int]) -> None:
         """A request has blocks: all of them, from its first token on."""
@@ -207,6 +238,8 @@ class Keeping:
         """A request is over; what is copied for it goes on."""
         self._tracked.pop(name, None)
         self._missed.discard(name)
+        if self.asking is not None:
+            self.asking.forget(name)
 
     def loaded(self, name: str) -> None:
         """A request's load is over, be it well or not."""

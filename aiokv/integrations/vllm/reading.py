@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from aiokv.integrations.vllm.settings import ConnectorSettings
 
-__all__ = ["check", "compute_stream", "fingerprint", "group_of"]
+__all__ = ["check", "compute_stream", "fingerprint", "group_of", "weights"]
 
 
 def check(config: VllmConfig, settings: ConnectorSettings) -> None:
@@ -29,17 +30,32 @@ def check(config: VllmConfig, settings: ConnectorSettings) -> None:
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ValueError("AioKVConnector: pipeline parallelism is not supported")
-    if settings.host_tier is not None and config.kv_transfer_config.kv_load_failure_policy != "recompute":
+    if settings.keeps and config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        field = "host_tier" if settings.host_pool is None else "host_pool"
         raise ValueError(
-            "AioKVConnector: what the host tier has lost is computed again, so host_tier needs "
+            f"AioKVConnector: what the host tier has lost is computed again, so {field} needs "
             '"kv_load_failure_policy": "recompute"'
         )
     if config.model_config.enable_sleep_mode:
         raise ValueError(
             "AioKVConnector: peers may read the KV cache at any time, so --enable-sleep-mode can't be had"
         )
+    if settings.host_pool is not None:
+        _check_pool(config)
     if settings.layerwise and parallel.enable_dbo:
         raise ValueError("AioKVConnector: layerwise can't be had with --enable-dbo, which halves batches")
+
+
+def _check_pool(config: VllmConfig) -> None:
+    if config.parallel_config.nnodes_within_dp > 1:
+        raise ValueError("AioKVConnector: host_pool is for instances of which all ranks are on one host")
+    algorithm = config.cache_config.prefix_caching_hash_algo
+    if "xxhash" in algorithm and os.getenv("PYTHONHASHSEED") is None:
+        raise ValueError(
+            f"AioKVConnector: by --prefix-caching-hash-algo {algorithm} each instance has its own hashes, "
+            "so none finds another's blocks in host_pool: use sha256_cbor, or set PYTHONHASHSEED to the same "
+            "for all of them"
+        )
 
 
 def group_of(index: int, group: KVCacheGroupSpec) -> Group:
@@ -72,6 +88,16 @@ def fingerprint(vllm_config: VllmConfig, given: str, tensors: Mapping[str, torch
         config.quantization,
     )
     return hashlib.sha256(repr(facts).encode()).digest()
+
+
+def weights(vllm_config: VllmConfig, given: str) -> bytes:
+    """What instances must have in common to use each other's blocks in a pool: the very weights.
+
+    Unlike of two sides that somebody has put together, nobody says that all who use a pool have the same. So
+    the name counts, by which they were found: where it differs nothing is shared.
+    """
+    config = vllm_config.model_config
+    return hashlib.sha256(repr((config.model, config.revision, given)).encode()).digest()
 
 
 def compute_stream() -> object | None:

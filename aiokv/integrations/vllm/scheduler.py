@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from aiokv.integrations.vllm import keeping, leaving
+from aiokv.integrations.vllm.asking import Asking
 from aiokv.integrations.vllm.leaving import BlockIds, Leaving
 from aiokv.integrations.vllm.news import News
 from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Queued, Release, listed
@@ -54,6 +55,18 @@ class SchedulerHalf:
         self._served: set[str] = set()
         self._orders = Orders()
 
+    # -- a pool that others share
+
+    def share(self, asking: Asking) -> None:
+        """Blocks of others can be had, too."""
+        if self._tier is not None:
+            self._tier.asking = asking
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        if self._tier is not None and self._tier.asking is not None:
+            self._tier.asking.close()
+
     # -- a request comes
 
     def added(self, request: Request) -> None:
@@ -61,6 +74,8 @@ class SchedulerHalf:
         pull = self._pull(request)
         if pull is not None:
             self._orders.queued.append(Queued(pull.ticket, pull.sources, pull.hold))
+        if self._tier is not None:
+            self._tier.arrived(request)
 
     def matched(self, request: Request, computed: int) -> int | None:
         """Tokens beyond ``computed`` that can be loaded; None: ask again. Changes nothing to be seen."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from aiokv.control.address import canonical
 from aiokv.engine.arguments import seconds, whole
 from aiokv.offload.policies import policy_named
 from aiokv.offload.settings import size_of
+from aiokv.offload.sharing.door import checked_path
 
 __all__ = ["ConnectorSettings", "Registration"]
 
@@ -29,6 +31,7 @@ _OWN = (
     "router",
     "host_tier",
     "host_tier_policy",
+    "host_pool",
     "layerwise",
 )
 
@@ -65,6 +68,7 @@ class ConnectorSettings:
         router: How this instance makes itself known to a router; None: it doesn't.
         host_tier: Bytes of host memory in which all ranks together keep blocks; None: they keep none.
         host_tier_policy: What goes first there: ``"lru"`` or ``"arc"``.
+        host_pool: Where a pool of this host is that its instances share, in place of a tier of their own.
         layerwise: The prefill side sends layers while it still computes those behind them.
     """
 
@@ -77,6 +81,7 @@ class ConnectorSettings:
     router: Registration | None = None
     host_tier: int | None = None
     host_tier_policy: str = "lru"
+    host_pool: str | None = None
     layerwise: bool = False
 
     @classmethod
@@ -94,31 +99,35 @@ class ConnectorSettings:
                 hint = f"; {near[0]!r} is meant, perhaps" if near else f"; there are {', '.join(known)}"
                 raise ValueError(f"kv_connector_extra_config has no field {name!r}{hint}")
         own = {name: extra[name] for name in _OWN if name in extra}
-        for name in ("hold", "hold_at_most", "load_timeout"):
+        checks: dict[str, Callable[[Any], object]] = {
+            **dict.fromkeys(("hold", "hold_at_most", "load_timeout"), seconds),
+            "model": partial(_of, str, "a text"),
+            "layerwise": partial(_of, bool, "true or false"),
+            "host_tier_policy": policy_named,
+        }
+        for name, check in checks.items():
             if name in own:
-                _named(name, seconds, own[name])
+                _named(name, check, own[name])
         hold: Any = own.get("hold", _HOLD)
         most: Any = own.setdefault("hold_at_most", max(hold, _HOLD_AT_MOST))
         if most < hold:
             raise ValueError(f"kv_connector_extra_config: hold_at_most={most} is less than hold={hold}")
-        if own.get("decode_ranks") is not None:
-            own["decode_ranks"] = _named(
-                "decode_ranks", lambda value: whole(value, "it", 1), own["decode_ranks"]
-            )
-        if not isinstance(own.get("model", ""), str):
-            raise TypeError(f"kv_connector_extra_config: model is a text, not {own['model']!r}")
-        if not isinstance(own.get("layerwise", False), bool):
-            raise TypeError(
-                f"kv_connector_extra_config: layerwise is true or false, not {own['layerwise']!r}"
-            )
-        if own.get("router") is not None:
-            own["router"] = _named("router", _registration, own["router"])
-        if own.get("host_tier") is not None:
-            own["host_tier"] = _named("host_tier", lambda value: size_of(value, "it"), own["host_tier"])
-        if "host_tier_policy" in own:
-            _named("host_tier_policy", policy_named, own["host_tier_policy"])
+        reads: dict[str, Callable[[Any], object]] = {
+            "decode_ranks": lambda value: whole(value, "it", 1),
+            "router": _registration,
+            "host_tier": lambda value: size_of(value, "it"),
+            "host_pool": lambda value: _pool(value, own),
+        }
+        for name, read in reads.items():
+            if own.get(name) is not None:
+                own[name] = _named(name, read, own[name])
         engine = Config(**{name: value for name, value in extra.items() if name not in _OWN})  # type: ignore[arg-type]
         return cls(engine=engine, **own)  # type: ignore[arg-type]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether blocks are kept in host memory, of whosever."""
+        return self.host_tier is not None or self.host_pool is not None
 
     def at_rank(self, rank: int) -> Config:
         """The engine of one rank: where a port is given, rank 0 has it and the others those behind it."""
@@ -159,6 +168,22 @@ def _registration(value: object) -> Registration:
         return msgspec.convert(value, Registration)
     except msgspec.ValidationError as error:  # a ValueError, too
         raise ValueError(str(error)) from error
+
+
+def _pool(value: object, others: Mapping[str, object]) -> str:
+    for name, option in (("host_tier", "--capacity"), ("host_tier_policy", "--policy")):
+        if others.get(name) is not None:
+            raise ValueError(
+                f"{name} can't be had beside it, as the pool has its own: drop one of the two ({option} of "
+                "python -m aiokv pool says it for the pool)"
+            )
+    _of(str, "a path", value)
+    return checked_path(value)  # type: ignore[arg-type]
+
+
+def _of(kind: type, words: str, value: object) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"it is {words}, not {value!r}")
 
 
 def _named(name: str, check: Callable[[Any], object], value: object) -> object:

@@ -17,11 +17,12 @@ from aiokv.engine.engine import TransferEngine
 from aiokv.errors import AiokvError, ClosedError
 from aiokv.integrations.vllm.news import Change, Emptied, Gone, Kept, Missed
 from aiokv.integrations.vllm.orders import Keep, Recall
+from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.offload.events import BlocksLost, BlocksRemoved, TierEvent
 from aiokv.offload.settings import TierSettings
 from aiokv.offload.tier import HostTier
 
-__all__ = ["Tiering"]
+__all__ = ["Tiering", "tier_of"]
 
 _log = logging.getLogger("aiokv")
 
@@ -29,30 +30,44 @@ _log = logging.getLogger("aiokv")
 _PATIENCE = 0.25
 
 
-class Tiering:
-    """One rank's host tier. An async context manager.
+def tier_of(
+    cache: KVCache, settings: ConnectorSettings, *, ranks: int, weights: bytes, engine: TransferEngine
+) -> HostTier:
+    """The host tier of one rank, with memory of its own or in a pool.
 
     Args:
         cache: What vLLM registered.
-        capacity: Bytes of host memory.
-        policy: What goes first: ``"lru"`` or ``"arc"``.
+        settings: Which it is to be.
+        ranks: How many share the memory.
+        weights: Tells apart whose blocks can't be used here.
         engine: The transfer engine of the same cache, entered.
-        timeout: Seconds that a copy may take.
 
     Raises:
         CapacityError: The capacity has no room for a block.
+    """
+    # Evictions that wait to be read: the scheduler's list is worth nothing if some are lost.
+    bounds = TierSettings(events=1 << 20)
+    if settings.host_tier is None:
+        return HostTier(cache, pool=settings.host_pool, salt=weights, engine=engine, settings=bounds)
+    return HostTier(
+        cache, settings.host_tier // ranks, settings.host_tier_policy, engine=engine, settings=bounds
+    )
+
+
+class Tiering:
+    """One rank's host tier, and what is told of it. An async context manager.
+
+    Args:
+        tier: The tier, not entered.
+        timeout: Seconds that a copy may take.
 
     Attributes:
-        tier: The host tier.
+        tier: As given.
         changes: What changed since it was last emptied; a deque's ends need no lock.
     """
 
-    def __init__(
-        self, cache: KVCache, capacity: int, policy: str, *, engine: TransferEngine, timeout: float
-    ) -> None:
-        # Evictions that wait to be read: the scheduler's list is worth nothing if some are lost.
-        settings = TierSettings(events=1 << 20)
-        self.tier = HostTier(cache, capacity, policy, engine=engine, settings=settings)
+    def __init__(self, tier: HostTier, *, timeout: float) -> None:
+        self.tier = tier
         self.changes: deque[Change] = deque()
         self._timeout = timeout
         self._keeps: dict[int, asyncio.Task[None]] = {}
@@ -62,7 +77,7 @@ class Tiering:
         self._watching: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Take the first of the memory."""
+        """Take the first of the memory; the errors are those of ``HostTier``."""
         await self.tier.__aenter__()
         self._watching = asyncio.ensure_future(self._watch(self.tier.events()))
         return self
@@ -82,7 +97,8 @@ class Tiering:
 
     async def _watch(self, events: AsyncIterator[TierEvent]) -> None:
         async for event in events:
-            if isinstance(event, BlocksLost):
+            # A pool that was lost, or that another instance has emptied, names no blocks.
+            if isinstance(event, BlocksLost) or (isinstance(event, BlocksRemoved) and not event.hashes):
                 self.changes.append(Gone(None))
             elif isinstance(event, BlocksRemoved) and event.why != "reset":
                 self.changes.append(Gone(event.hashes))  # type: ignore[arg-type]

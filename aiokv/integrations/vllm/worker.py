@@ -30,7 +30,8 @@ from aiokv.integrations.vllm.renewing import Renewing
 from aiokv.integrations.vllm.reports import Ended, Outcome, Reports, blocks_of
 from aiokv.integrations.vllm.sending import Sending, Work, lasts, windows
 from aiokv.integrations.vllm.settings import ConnectorSettings
-from aiokv.integrations.vllm.tiering import Tiering
+from aiokv.integrations.vllm.tiering import Tiering, tier_of
+from aiokv.offload.sharing.form import digest_of
 from aiokv.offload.statistics import TierStatistics
 from aiokv.proto.layout import CacheLayout
 from aiokv.router import Instance
@@ -50,15 +51,25 @@ class WorkerHalf:
         settings: How it is set up.
         rank: Rank of this worker within its instance.
         ranks: Ranks of the instance.
+        weights: Tells apart whose blocks can't be used here, in a pool.
 
     Attributes:
         address: Where peers reach the engine.
+        digest: Names in a pool what blocks hold here; None without one.
 
     Raises:
         AiokvError, OSError, ValueError: The engine can't be had.
     """
 
-    def __init__(self, cache: KVCache, settings: ConnectorSettings, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        settings: ConnectorSettings,
+        rank: int = 0,
+        ranks: int = 1,
+        *,
+        weights: bytes = b"",
+    ) -> None:
         self._cache = cache
         self._settings = settings
         sizes = {group.block_size for group in cache.layout.groups}
@@ -80,30 +91,31 @@ class WorkerHalf:
         #: What the loop's thread entered, to be left from the last to the first.
         self._entered = AsyncExitStack()
         try:
-            self._engine: TransferEngine = self._thread.run(self._enter(rank, ranks))
+            self._engine: TransferEngine = self._thread.run(self._enter(rank, ranks, weights))
         except BaseException:
             self._thread.close()
             raise
         self.address = self._engine.address
+        self.digest = None if settings.host_pool is None else digest_of(cache.layout, weights)
         self._sending = Sending(self._engine, settings, settings.decode_ranks or ranks, self._unit)
         self._renewing = Renewing(self._engine, settings.hold)
         # vLLM within the caller's process (``LLM``) just ends with it; peers are to be told all the same.
         atexit.register(self.close)
 
-    async def _enter(self, rank: int, ranks: int) -> TransferEngine:
+    async def _enter(self, rank: int, ranks: int, weights: bytes) -> TransferEngine:
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(self._settings.at_rank(rank).engine(self._cache))
-            if self._settings.host_tier is not None:
+            if self._settings.keeps:
                 if len(self._cache.layout.groups) > 1 or self._cache.layout.groups[0].window:
                     raise ValueError("host_tier: models with sliding windows can't have one yet")
-                tiering = Tiering(
-                    self._cache,
-                    self._settings.host_tier // ranks,
-                    self._settings.host_tier_policy,
-                    engine=engine,
-                    timeout=self._settings.load_timeout,
-                )
-                self._tiering = await stack.enter_async_context(tiering)
+                tier = tier_of(self._cache, self._settings, ranks=ranks, weights=weights, engine=engine)
+                tiering = Tiering(tier, timeout=self._settings.load_timeout)
+                try:
+                    self._tiering = await stack.enter_async_context(tiering)
+                except AiokvError as error:
+                    field = "host_tier" if self._settings.host_pool is None else "host_pool"
+                    error.add_note(f"It is what {field} in kv_connector_extra_config asks for.")
+                    raise
             if (given := self._settings.router) is not None and rank == 0:
                 # vLLM's server knows nothing of the router's tokens: that it is healthy must do.
                 instance = Instance(

@@ -12,13 +12,18 @@ from aiokv.device.host import HostBuffer
 from aiokv.errors import CapacityError, LayoutMismatch, Refused, RemoteProtocolError
 from aiokv.offload.sharing.line import Line
 from aiokv.offload.sharing.messages import (
+    VERSION,
     Attach,
     Detach,
+    Done,
+    FromGuest,
     FromOwner,
+    Look,
     Quit,
     Refusal,
     Room,
     Short,
+    There,
     frame,
     from_guest,
 )
@@ -44,6 +49,8 @@ class Desk:
         #: A pidfd: can be read once the process is gone.
         self._watch = watch
         self._guest: Guest | None = None
+        #: It only asks what is there.
+        self._looks = False
         #: See ``Welcome``; -1 before.
         self.ticket = -1
         self._line = Line(sock, self._received, self._lost)
@@ -79,10 +86,15 @@ class Desk:
 
     def _received(self, body: bytes) -> None:
         message = from_guest(body)
-        if self._guest is None:
-            if not isinstance(message, Attach):
+        if self._looks:
+            self._answer(message)
+        elif self._guest is None:
+            if isinstance(message, Look):
+                self._look(message)
+            elif isinstance(message, Attach):
+                self._attach(message)
+            else:
                 raise RemoteProtocolError("it says something else before it attaches")
-            self._attach(message)
         elif isinstance(message, Detach):
             self.free()
         elif isinstance(message, Quit):
@@ -90,6 +102,19 @@ class Desk:
         else:
             self._pool.shares.receive(self._guest, message)
             self._pool.heard()
+
+    def _look(self, message: Look) -> None:
+        if message.version != VERSION:
+            self.say(Refusal("refused", f"it speaks version {message.version} and this pool {VERSION}"))
+            return
+        self._patience.cancel()
+        self._looks = True
+
+    def _answer(self, message: FromGuest) -> None:
+        if not isinstance(message, There):
+            raise RemoteProtocolError(f"a {type(message).__name__} of one that only looks")
+        shares = self._pool.shares
+        self.say(Done(message.id, shares.there(message.digests, message.keys), shares.table.free))
 
     def _attach(self, message: Attach) -> None:
         try:

@@ -105,10 +105,14 @@ def shaped(layout: CacheLayout, ratios: Sequence[int], groups: Sequence[GroupFor
     raise LayoutMismatch(f"this cache's blocks and the pool's differ: {found}")
 
 
-def digest_of(layout: CacheLayout) -> bytes:
+def digest_of(layout: CacheLayout, salt: bytes = b"") -> bytes:
     """Equal for caches whose blocks of one name hold the same KV, however they lie in memory.
 
     So ranks with different heads never see each other's blocks, and what all ranks keep is there once.
+
+    Args:
+        layout: Of the cache.
+        salt: Tells apart what the layout doesn't.
     """
     groups = [
         (
@@ -124,4 +128,5 @@ def digest_of(layout: CacheLayout) -> bytes:
         )
         for group in layout.groups
     ]
-    return sha256(msgspec.msgpack.encode((layout.model, groups))).digest()[:_DIGEST_BYTES]
+    facts = (layout.model, groups, salt) if salt else (layout.model, groups)
+    return sha256(msgspec.msgpack.encode(facts)).digest()[:_DIGEST_BYTES]

@@ -66,12 +66,13 @@ class Guest:
         path: Where the owner is.
         pool: The places that it gives.
         layout: Of the cache.
+        salt: See ``HostTier``.
     """
 
-    def __init__(self, path: str, pool: SharedPool, layout: CacheLayout) -> None:
+    def __init__(self, path: str, pool: SharedPool, layout: CacheLayout, salt: bytes = b"") -> None:
         self._path = path
         self._pool = pool
-        self._layout = layout
+        self._digest = digest_of(layout, salt)
         self._state: Literal["new", "attaching", "there", "lost", "closed"] = "new"
         #: None until it is attached.
         self._line: Line | None = None
@@ -140,7 +141,7 @@ class Guest:
     def _knock(self) -> None:
         line = Line(knock(self._path), self._received, self._on_lost, descriptors=True)
         self._line, self._state = line, "attaching"
-        line.send(frame(Attach(VERSION, digest_of(self._layout), self._pool.forms)))
+        line.send(frame(Attach(VERSION, self._digest, self._pool.forms)))
 
     def _try_again(self) -> None:
         """See whether there is an owner again; until it answers the next attempt waits already."""

@@ -16,19 +16,22 @@ from aiokv.offload.sharing.form import Groups
 from aiokv.offload.sharing.keys import MOST_BYTES
 
 __all__ = [
-    "LENGTH", "MOST_FRAME", "VERSION", "Attach", "Clear", "Count", "Delete", "Detach", "Done", "Find",
-    "Found", "FromGuest", "FromOwner", "Keep", "Kept", "Mapped", "Quit", "Refusal", "Release",
-    "Removed", "Reset", "Room", "Short", "Spoilt", "Welcome", "Written", "frame", "from_guest",
-    "from_owner",
+    "LENGTH", "MOST_DIGESTS", "MOST_FRAME", "VERSION", "Attach", "Clear", "Count", "Delete", "Detach", "Done",
+    "Find", "Found", "FromGuest", "FromOwner", "Keep", "Kept", "Look", "Mapped", "Quit", "Refusal",
+    "Release", "Removed", "Reset", "Room", "Short", "Spoilt", "There", "Welcome", "Written", "frame",
+    "from_guest", "from_owner",
 ]  # fmt: skip
 
 #: Of this protocol; others are refused.
 VERSION = 1
+#: Caches in one question: ranks of an instance.
+MOST_DIGESTS = 1024
 #: Of a message, in bytes: keys of a prefix of millions of tokens.
 MOST_FRAME = 16 << 20
 LENGTH = 4
 
 _Key = Annotated[bytes, Meta(max_length=MOST_BYTES)]
+_Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Place = Annotated[int, Meta(ge=0, lt=2**48)]
 _Id = Annotated[int, Meta(ge=0, lt=2**62)]
 _Count = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -45,7 +48,7 @@ class Attach(_Message, tag=0):
     """First of all: who is there. ``digest`` names what its blocks hold, ``groups`` how large they are."""
 
     version: int
-    digest: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    digest: _Digest
     groups: Groups
 
 
@@ -119,6 +122,26 @@ class Quit(_Message, tag=11):
     """The same of an attachment before, whose connection was lost: the one that got this ticket."""
 
     ticket: _Id
+
+
+# -- of those that only ask what is there
+
+
+class Look(_Message, tag=12):
+    """First of all, in place of ``Attach``: nothing will be given to who is there. Not answered."""
+
+    version: int
+
+
+class There(_Message, tag=13):
+    """How long the prefix is that can be loaded by whoever attaches with any of these digests.
+
+    Answered by ``Done``.
+    """
+
+    id: _Id
+    digests: Annotated[list[_Digest], Meta(min_length=1, max_length=MOST_DIGESTS)]
+    keys: list[_Key]
 
 
 # -- of the owner
@@ -198,6 +221,7 @@ class Reset(_Message, tag=28):
 
 FromGuest = (
     Attach | Mapped | Find | Keep | Written | Release | Spoilt | Count | Delete | Clear | Detach | Quit
+    | Look | There
 )  # fmt: skip
 FromOwner = Welcome | Refusal | Room | Short | Found | Kept | Done | Removed | Reset
 

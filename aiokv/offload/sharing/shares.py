@@ -99,6 +99,15 @@ class Shares:
         self.table.release(held)
         self._go_on(writing)
 
+    def there(self, digests: Sequence[bytes], keys: Sequence[bytes]) -> int:
+        """How long the prefix is that the guests of each of these digests can load. Changes nothing."""
+        count = len(keys)
+        for digest in dict.fromkeys(digests):
+            limits = [guest.limit for guest in self.guests if guest.there and guest.digest == digest]
+            names = [digest + key for key in keys[:count]]
+            count = self.table.readable(names, min(limits, default=self.table.capacity))
+        return count
+
     # -- what guests say
 
     def receive(self, guest: Guest, message: FromGuest) -> None:

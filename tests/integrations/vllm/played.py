@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from aiokv.device.cache import KVCache
+from aiokv.integrations.vllm.asking import Asking
 from aiokv.integrations.vllm.keeping import Keeping
 from aiokv.integrations.vllm.layout import Group, cache_layout
 from aiokv.integrations.vllm.leaving import Leaving
@@ -27,6 +28,7 @@ from aiokv.integrations.vllm.reports import Outcome
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.worker import WorkerHalf
+from aiokv.offload.sharing.lookout import Lookout
 
 __all__ = ["LAYERS", "SIZE", "Played", "PlayedOnGpu", "Request", "answer", "warm"]
 
@@ -108,6 +110,7 @@ class Played:
         events: Whether the host tier's changes are to be told.
         ahead: As with vLLM's asynchronous scheduling, a step is put together before it is known what came
             of the one before.
+        named: What its weights are called, in a pool.
         extra: As in ``kv_connector_extra_config``.
     """
 
@@ -119,6 +122,7 @@ class Played:
         budget: int = 64,
         events: bool = False,
         ahead: bool = False,
+        named: bytes = b"weights",
         **extra: object,
     ) -> None:
         self.ahead = ahead
@@ -126,14 +130,16 @@ class Played:
         self.unheard: deque[tuple[list[tuple[Request, int, int]], Outcome, News | None]] = deque()
         self.tensors = self.allocate(blocks)
         layout, tensors = cache_layout(
-            [Group(LAYERS, SIZE, 2, 8)], self.tensors, heads=(0, 2), total_heads=2, model=b""
+            [Group(LAYERS, SIZE, 2, 8)], self.tensors, heads=(0, 2), total_heads=2, model=b"played"
         )
         settings = ConnectorSettings.read({"transports": ["tcp"], "load_timeout": 20, **extra})
-        self.worker = WorkerHalf(KVCache.from_tensors(layout, tensors), settings)
-        tier = None if settings.host_tier is None else Keeping(SIZE, events=events)
+        self.worker = WorkerHalf(KVCache.from_tensors(layout, tensors), settings, weights=named)
+        tier = Keeping(SIZE, events=events) if settings.keeps else None
         leaving = Leaving([SIZE], name, layerwise=settings.layerwise, hold=settings.hold)
         self.half = SchedulerHalf([SIZE], leaving, tier)
         self.half.leaving.addresses = (self.worker.address,)
+        if settings.host_pool is not None:
+            self.half.share(Asking(Lookout(settings.host_pool, [self.worker.digest or b""])))
         self.budget = budget
         self.weights = 1
         #: As in vLLM: free blocks keep what is in them until they are taken, the least recently freed first.
@@ -380,6 +386,11 @@ class Played:
             self.forget(self.held.pop(name))
 
     # -- for tests
+
+    def close(self) -> None:
+        """End it."""
+        self.worker.close()
+        self.half.close()
 
     def settle(self, *others: Played) -> None:
         """Step until nothing is left to do."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 
+from aiokv.integrations.vllm.asking import Asking
 from aiokv.integrations.vllm.keeping import Keeping
 from aiokv.integrations.vllm.news import Emptied, Gone, Kept, Missed, News
 from aiokv.integrations.vllm.orders import Blocks, Keep, Orders, Recall
@@ -143,3 +145,66 @@ def test_a_worker_that_lost_count(tier: Keeping) -> None:
     assert step(tier, Request("two"), [5, 6, 7, 8], 14).keeps  # offered again
     kept(tier, 1, 3)  # said twice
     assert tier.take_changes() == []
+
+
+class Pool:
+    """What others have stored, as they say it."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[bytes]] = []
+        self.said: dict[int, int] = {}
+        self.open = True
+
+    def ask(self, keys: Sequence[bytes]) -> int:
+        self.asked.append(list(keys))
+        return len(self.asked)
+
+    def answer(self, number: int) -> int | None:
+        return self.said.pop(number, None)
+
+    def forget(self, number: int) -> None:
+        self.said[number] = -1
+
+    def close(self) -> None:
+        self.open = False
+
+
+def test_what_others_stored_is_asked_for_once(tier: Keeping) -> None:
+    pool = Pool()
+    tier.asking = Asking(pool)
+    one = Request("one")
+    tier.arrived(one)
+    tier.arrived(Request("short", block_hashes=[]))
+    assert pool.asked == [[b"a", b"b", b"c"]]
+    assert tier.found(Request("short", block_hashes=[]), 0) == 0
+    assert tier.found(one, 0) is None
+    pool.said[1] = 2
+    assert tier.found(one, 0) == tier.found(one, 0) == 2 * SIZE
+    assert tier.found(one, SIZE) == SIZE
+    assert tier.recall(one, [9, 10, 11], SIZE, 2 * SIZE) == Recall("one", (b"b",), Blocks(4, (10,)))
+    tier.loaded("one")
+    assert pool.asked[1:] == []
+    # The next one knows that much, and asks for the rest; what went is not there any more.
+    tier.told(News(1, (Gone((b"b",)),)))
+    two = Request("two")
+    assert tier.found(two, 0) is None
+    assert pool.asked[1:] == [[b"b", b"c"]]
+    pool.said[2] = 0
+    assert tier.found(two, 0) == SIZE
+    # What all ranks have stored here needs no question.
+    step(tier, Request(), [5, 6, 7, 8], 14)
+    kept(tier, 1, 2)
+    tier.arrived(Request("three"))
+    assert tier.found(Request("three"), 0) == 3 * SIZE
+    assert len(pool.asked) == 2
+
+
+def test_who_is_over_has_no_question(tier: Keeping) -> None:
+    pool = Pool()
+    tier.asking = Asking(pool)
+    tier.arrived(Request("one"))
+    tier.finished("one")
+    tier.finished("one")
+    assert pool.said == {1: -1}
+    tier.asking.close()
+    assert not pool.open

@@ -29,6 +29,10 @@ def test_fields_of_both_kinds() -> None:
         ({"host_tier": "64GB!"}, "host_tier: .*64GiB"),
         ({"host_tier": 0}, "host_tier"),
         ({"host_tier_policy": "fifo"}, "host_tier_policy: .*lru"),
+        ({"host_pool": 1}, "host_pool: .*a path"),
+        ({"host_pool": "/" + "x" * 200}, "host_pool: .*107"),
+        ({"host_pool": "/run/pool", "host_tier": "1GiB"}, "host_pool: host_tier .*drop one.*--capacity"),
+        ({"host_pool": "/run/pool", "host_tier_policy": "arc"}, "host_pool: host_tier_policy .*--policy"),
         ({"router": {"address": "tcp://127.0.0.1:7000"}}, "router: .*role"),
         ({"router": "tcp://127.0.0.1:7000"}, "router"),
         ({"transports": ["pigeon"]}, "pigeon"),
@@ -42,6 +46,12 @@ def test_what_cant_be_meant_is_named(extra: dict[str, object], message: str) -> 
 def test_a_host_tier_by_its_size() -> None:
     assert ConnectorSettings.read({"host_tier": "64GiB"}).host_tier == 64 << 30
     assert ConnectorSettings.read({}).host_tier is None
+    assert not ConnectorSettings.read({}).keeps
+
+
+def test_a_pool_by_its_path() -> None:
+    found = ConnectorSettings.read({"host_pool": "/run/pool", "host_tier": None})
+    assert (found.host_pool, found.keeps) == ("/run/pool", True)
 
 
 def test_ranks_take_ports_in_a_row() -> None:

@@ -31,7 +31,7 @@ def make(played: ModuleType) -> Iterator[Make]:
 
     yield one
     for each in made:
-        each.worker.close()
+        each.close()
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
