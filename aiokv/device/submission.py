@@ -20,10 +20,6 @@ from aiokv.proto.plan import Chunk, CopyPlan
 
 __all__ = ["Submission", "Submissions"]
 
-#: Bytes in flight beyond which a call submits nothing by itself: PCIe takes 5 ms for them, in which the loop
-#: gets to its next turn although others begin copies in this one.
-_AHEAD = 256 << 20
-
 
 class Submission:
     """Chunks of one plan on their way to the device. Made by ``Submissions.add``."""
@@ -201,7 +197,7 @@ class Submissions:
         after: Event | None = None,
         then: Callable[[Submission], None] | None = None,
     ) -> Submission:
-        """Have chunks submitted, in turns of the loop to come; on a GPU at once while little is in flight.
+        """Have chunks submitted: on a GPU at once while the window has room, else in later turns of the loop.
 
         ``then`` may be called before this returns.
 
@@ -220,10 +216,9 @@ class Submissions:
         self._made += 1
         heappush(self._queues[urgent], (-priority, self._made, made))
         # Others that run in this turn, perhaps for the same bytes or with more to copy, go on beside the
-        # copies. The host would copy first.
-        counted = self._window is not None and not made.held_up
-        little = counted and sum(self._in_flight.values()) < _AHEAD
-        if self._device.kind != "host" and not self._submitting and (little or (urgent and not self._turn)):
+        # copies, and the device doesn't wait until they are through. The host would copy first.
+        bounded = self._window is not None and not made.held_up
+        if self._device.kind != "host" and not self._submitting and (bounded or (urgent and not self._turn)):
             self._submit()
         else:
             self._schedule()

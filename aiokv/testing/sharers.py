@@ -207,7 +207,8 @@ async def children(parent: subprocess.Popen[bytes], folder: Path) -> AsyncIterat
     finally:
         for child in there:
             child.signal(signal.SIGKILL)
-            await child.reader.read()  # it is over when the kernel has closed this
+            with contextlib.suppress(ConnectionError):
+                await child.reader.read()  # it is over when the kernel has closed this
             child.writer.close()
         server.close()
         await asyncio.sleep(0)

@@ -423,8 +423,9 @@ class Played:
 class PlayedOnGpu(Played):
     """The same on a GPU, as vLLM has it there: layers of their own, and a stream that lags behind the host.
 
-    What a step reads is looked at by the GPU itself, on the stream that computes, so that it is what a
-    model would have read; the host learns of it in ``settle``.
+    As with piecewise CUDA graphs, what lies between two layers is replayed, and the layers are not. What a
+    step reads is looked at by the GPU itself, on the stream that computes, so that it is what a model would
+    have read; the host learns of it in ``settle``.
     """
 
     #: Cycles by which each layer of each step is late.
@@ -436,6 +437,9 @@ class PlayedOnGpu(Played):
         self.steps: deque[Any] = deque()
         made = {layer: torch.zeros(blocks, 2, SIZE, 2, 8, device="cuda") for layer in LAYERS}
         torch.cuda.synchronize()
+        self.piece = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.piece, stream=self.computing, capture_error_mode="thread_local"):
+            torch.cuda._sleep(self.LATE)
         return made
 
     def stream(self) -> object:
@@ -444,7 +448,7 @@ class PlayedOnGpu(Played):
     def attend(self, tensor: torch.Tensor, request: Request, first: int, last: int) -> None:
         wanted, at = numbers(request.truth[:last], self.weights), range(first, last)
         with torch.cuda.stream(self.computing):
-            torch.cuda._sleep(self.LATE)
+            self.piece.replay()
             there = tensor[_there(request.blocks)].transpose(1, 2).reshape(-1, 2 * 16)
             before = _there(wanted[:first], torch.float32)
             self.wrong |= (there[:first] != before[:, None]).any()

@@ -256,16 +256,21 @@ async def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> Non
         *arguments, stdout=-1, env={**os.environ, "PYTHONPATH": str(Path(aiokv.__file__).parents[1])}
     )
     assert process.stdout is not None
-    async with asyncio.timeout(PATIENCE_S):
-        _, _, page = (await process.stdout.readline()).decode().strip().partition("metrics: ")
-        assert await process.stdout.readline() == f"pool: {path}\n".encode()
-        assert path.stat().st_mode & 0o777 == 0o600
-        async with tier_on("host", 1, pool=str(path)) as kit:
-            assert await kit.tier.store(names("a", 4), list(range(4))) == 4
-            with urlopen(page, timeout=PATIENCE_S) as answer:  # noqa: ASYNC210 - of another process
-                assert 'aiokv_pool_places{state="used"} 4.0' in answer.read().decode()
-            process.send_signal(signal.SIGTERM)
-            assert await process.wait() == 0
-            assert await kit.found(names("a", 4)) == 0
-        await process.stdout.read()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            _, _, page = (await process.stdout.readline()).decode().strip().partition("metrics: ")
+            assert await process.stdout.readline() == f"pool: {path}\n".encode()
+            assert path.stat().st_mode & 0o777 == 0o600
+            async with tier_on("host", 1, pool=str(path)) as kit:
+                assert await kit.tier.store(names("a", 4), list(range(4))) == 4
+                with urlopen(page, timeout=PATIENCE_S) as answer:  # noqa: ASYNC210 - of another process
+                    assert 'aiokv_pool_places{state="used"} 4.0' in answer.read().decode()
+                process.send_signal(signal.SIGTERM)
+                assert await process.wait() == 0
+                assert await kit.found(names("a", 4)) == 0
+            await process.stdout.read()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     assert not path.exists()
