@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from aiokv.device.base import Event
 from aiokv.engine.arguments import BlockIds, block_lists
-from aiokv.errors import InvalidBlocks
+from aiokv.errors import CapacityError, InvalidBlocks
 from aiokv.offload.policies import Key
-from aiokv.proto.layout import CacheLayout
+from aiokv.proto.layout import CacheLayout, GroupLayout
 from aiokv.proto.plan import GroupBlocks
 
-__all__ = ["Stored", "Wanted", "checked_blocks", "checked_hashes", "checked_share"]
+__all__ = ["NONE", "Stored", "Wanted", "checked_blocks", "checked_hashes", "checked_share", "without_none"]
+
+#: In the place of a block that is not to be loaded, in front of all that are.
+NONE = -1
+#: Tokens before the first block of a window.
+_MOST_TOKENS = 1 << 27
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ class Wanted:
     """Which blocks of the cache are to be read or written.
 
     Attributes:
-        blocks: Of each group.
+        blocks: Of each group, from the first token on; ``NONE`` where there is to be none.
         after: What of the caller's comes before.
         priority: The higher goes first.
         count: How many blocks of the tier they are.
@@ -99,8 +106,17 @@ def checked_hashes(hashes: Sequence[Key]) -> Sequence[Key]:
     return kept
 
 
-def checked_blocks(blocks: BlockIds, layout: CacheLayout, ratios: Sequence[int]) -> tuple[GroupBlocks, ...]:
+def checked_blocks(
+    blocks: BlockIds, layout: CacheLayout, ratios: Sequence[int], *, windows: bool = False
+) -> tuple[GroupBlocks, ...]:
     """Block lists of whole blocks of the tier, as many for each group.
+
+    Args:
+        blocks: As the caller has them.
+        layout: Of the cache.
+        ratios: Blocks of each group in one of the tier.
+        windows: Whether the list of a group with a sliding window may begin with a later token; what comes
+            before is ``NONE`` then.
 
     Raises:
         TypeError: It is no list.
@@ -108,6 +124,11 @@ def checked_blocks(blocks: BlockIds, layout: CacheLayout, ratios: Sequence[int])
         CapacityError: More blocks than one transfer can list.
     """
     listed = block_lists(blocks, layout)
+    if windows:
+        listed = tuple(
+            _from_first(each, group) if group.window else each
+            for each, group in zip(listed, layout.groups, strict=True)
+        )
     counts = []
     for index, (group, ratio) in enumerate(zip(listed, ratios, strict=True)):
         if group.start:
@@ -119,6 +140,27 @@ def checked_blocks(blocks: BlockIds, layout: CacheLayout, ratios: Sequence[int])
     if len(set(counts)) > 1:
         raise InvalidBlocks(f"the groups' lists are of {counts} blocks of the tier, not of as many each")
     return listed
+
+
+def _from_first(listed: GroupBlocks, group: GroupLayout) -> GroupBlocks:
+    if (listed.ids < 0).any():
+        raise InvalidBlocks(f"there is no block {listed.ids.min()}; leave out what is not wanted by Window")
+    if not listed.start:
+        return listed
+    if listed.start > _MOST_TOKENS:
+        raise CapacityError(
+            f"Window.start={listed.start}, and at most {_MOST_TOKENS} tokens are loaded at once"
+        )
+    before = np.full(listed.start // group.block_size, NONE, np.int64)
+    return GroupBlocks(0, np.concatenate([before, listed.ids]))
+
+
+def without_none(listed: GroupBlocks, block_size: int) -> GroupBlocks:
+    """A list that begins with its first block in place of ``NONE``."""
+    if not listed.ids.size or listed.ids[0] != NONE:
+        return listed
+    count = int(np.count_nonzero(listed.ids == NONE))
+    return GroupBlocks(count * block_size, listed.ids[count:])
 
 
 def checked_share(share: float) -> float:

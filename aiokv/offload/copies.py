@@ -18,6 +18,7 @@ from aiokv.device.submission import Submission, Submissions
 from aiokv.engine.leases import BlockLeases, Lease
 from aiokv.errors import AiokvError, ClosedError, DeviceError
 from aiokv.offload.batch import Batch, Part
+from aiokv.offload.calls import without_none
 from aiokv.offload.rates import Rate
 from aiokv.offload.segments import Segments
 from aiokv.proto.plan import GroupBlocks, Side
@@ -115,7 +116,7 @@ class Copies:
             InvalidBlocks: One is out of range, or stands twice.
             BusyError: One is leased to something that this doesn't go with.
         """
-        self._leases.take(blocks, write=not store).give_back()
+        self._leases.take(self._some(blocks), write=not store).give_back()
 
     def add(
         self,
@@ -153,8 +154,9 @@ class Copies:
         batch = Batch(store, places, blocks, priority, stream, held, own_stream=not free)
         lo = 0
         for hi in sorted({*self._pool.cut(places, self._part_bytes), *cuts}):
-            lease = self._leases.take(self._slice(blocks, lo, hi), write=not store)
-            part = Part(lo, hi, lease, nbytes=(hi - lo) * self._pool.place_bytes)
+            some = self._slice(blocks, lo, hi)
+            lease = self._leases.take(some, write=not store)
+            part = Part(lo, hi, lease, nbytes=self._pool.nbytes_of(some))
             self.waiting_bytes[store] += part.nbytes
             batch.parts.append(part)
             lo = hi
@@ -286,7 +288,16 @@ class Copies:
         return found
 
     def _slice(self, blocks: tuple[GroupBlocks, ...], lo: int, hi: int) -> tuple[GroupBlocks, ...]:
+        return self._some(
+            tuple(
+                GroupBlocks(0, np.ascontiguousarray(listed.ids[lo * ratio : hi * ratio]))
+                for listed, ratio in zip(blocks, self._pool.ratios, strict=True)
+            )
+        )
+
+    def _some(self, blocks: tuple[GroupBlocks, ...]) -> tuple[GroupBlocks, ...]:
+        """Lists of those that there are."""
+        groups = self._cache.layout.groups
         return tuple(
-            GroupBlocks(0, np.ascontiguousarray(listed.ids[lo * ratio : hi * ratio]))
-            for listed, ratio in zip(blocks, self._pool.ratios, strict=True)
+            without_none(listed, group.block_size) for listed, group in zip(blocks, groups, strict=True)
         )

@@ -148,11 +148,18 @@ class Segments(abc.ABC):
             start = end
         return ends
 
+    def nbytes_of(self, blocks: Sequence[GroupBlocks]) -> int:
+        """Bytes of blocks of the cache, in all layers."""
+        return sum(
+            listed.ids.size * group.block_bytes * len(group.layers)
+            for listed, group in zip(blocks, self._shape.groups, strict=True)
+        )
+
     def plan(self, cache: Side, places: Sequence[int], *, store: bool) -> tuple[CopyPlan, Segment]:
         """How to move blocks between the cache and places of one segment.
 
         Args:
-            cache: The cache, and its blocks.
+            cache: The cache, and its blocks; what a group's list begins behind is left out.
             places: As many places as there are blocks.
             store: Towards the pool; else from it.
         """
@@ -164,7 +171,8 @@ class Segments(abc.ABC):
         )
         pool = Side(segment.layout, segment.placement, blocks)
         src, dst = (cache, pool) if store else (pool, cache)
-        plan = plan_copy(src, dst, first_token=0, tokens=len(places) * self.tokens, heads=self._heads)
+        firsts = [listed.start for listed in cache.blocks]
+        plan = plan_copy(src, dst, first_token=firsts, tokens=len(places) * self.tokens, heads=self._heads)
         return plan, segment
 
     def views(self, place: int) -> Iterator[memoryview]:

@@ -31,7 +31,7 @@ def snapshot(
         joined_blocks=counts.joined_blocks,
         loaded_blocks=counts.loaded_blocks,
         stored_blocks=counts.stored_blocks,
-        bytes_loaded=counts.loaded_blocks * size,
+        bytes_loaded=counts.loaded_bytes,
         bytes_stored=counts.stored_blocks * size,
         load_seconds=copies.seconds[False],
         store_seconds=copies.seconds[True],

@@ -35,6 +35,7 @@ class TierCounts:
     miss_blocks: int = 0
     joined_blocks: int = 0
     loaded_blocks: int = 0
+    loaded_bytes: int = 0
     stored_blocks: int = 0
     evicted_blocks: int = 0
     refused_blocks: int = 0

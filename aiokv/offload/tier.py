@@ -141,7 +141,7 @@ class HostTier(Life):
         Args:
             hit: From an entered ``lookup``.
             blocks: As many as are to be loaded, from the first of the prefix on: a list of block ids, or one
-                for each group.
+                for each group. For a group with a sliding window a ``Window`` leaves out what comes before.
             stream: What may still read or write the blocks; see ``TransferEngine.fetch``.
             priority: Of loads that wait the higher goes first.
             deadline: Seconds that it is worth waiting for; what isn't there then doesn't count.
@@ -192,7 +192,7 @@ class HostTier(Life):
         traffic = self._opened()
         if hit.places is None or hit not in self:
             raise LocalProtocolError(f"{hit!r} is not entered, or not of this tier")
-        listed = checked_blocks(blocks, self.cache.layout, self._pool.ratios)
+        listed = checked_blocks(blocks, self.cache.layout, self._pool.ratios, windows=True)
         count = listed[0].ids.size // self._pool.ratios[0]
         wanted = Wanted(
             listed,

@@ -98,7 +98,7 @@ class Traffic:
         self._integrity = Integrity(self.table, self.checksums, self._on_changed)
         #: Which store writes each pending place, and which of its blocks that is.
         self._storing: dict[int, tuple[Batch, int]] = {}
-        self._loading = Loading(pool.ratios)
+        self._loading = Loading(pool.ratios, [group.blocks for group in cache.layout.groups])
         #: Parts of loads that wait for a store.
         self._blocked: dict[Part, Batch] = {}
         #: What callers wait for, as long as they do.
@@ -309,6 +309,7 @@ class Traffic:
     def _loaded(self, batch: Batch, part: Part, places: Sequence[int]) -> None:
         self.table.release(places)
         self.counts.loaded_blocks += len(places)
+        self.counts.loaded_bytes += part.nbytes
         batch.arrived(part)
 
     def _on_changed(self, load: Batch) -> None:

@@ -259,7 +259,7 @@ def plan_copy(
     src: Side,
     dst: Side,
     *,
-    first_token: int,
+    first_token: int | Sequence[int],
     tokens: int,
     heads: tuple[int, int] | Sequence[tuple[int, int]],
 ) -> CopyPlan:
@@ -273,7 +273,8 @@ def plan_copy(
     Args:
         src: Where the bytes come from.
         dst: Where they go.
-        first_token: Tokens before this one stay as they are at the destination.
+        first_token: Tokens before this one stay as they are at the destination; one for all groups, or one
+            for each.
         tokens: End of the range of tokens.
         heads: For each group the half-open range of the model's KV heads; where it is empty,
             nothing of that group moves. Or one range for all groups; those with a single head
@@ -290,9 +291,11 @@ def plan_copy(
             raise InvalidBlocks(f"{len(side.blocks)} block lists for {len(side.layout.groups)} groups")
     if len(src.layout.groups) != len(dst.layout.groups):
         raise LayoutMismatch(f"{len(src.layout.groups)} KV cache groups against {len(dst.layout.groups)}")
+    shares = _shares(heads, src.layout)
+    firsts = [first_token] * len(shares) if isinstance(first_token, int) else first_token
     plans = [
-        _plan_group(index, src, dst, first_token, tokens, share)
-        for index, share in enumerate(_shares(heads, src.layout))
+        _plan_group(index, src, dst, first, tokens, share)
+        for index, (first, share) in enumerate(zip(firsts, shares, strict=True))
     ]
     return CopyPlan(src.layout, plans)
 

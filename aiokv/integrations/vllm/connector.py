@@ -22,6 +22,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from aiokv.device.cache import KVCache
+from aiokv.integrations.vllm import reading
 from aiokv.integrations.vllm.asking import Asking
 from aiokv.integrations.vllm.figures import Endpoint, Figures
 from aiokv.integrations.vllm.keeping import Keeping
@@ -30,9 +31,9 @@ from aiokv.integrations.vllm.layout import cache_layout, layer_order, rank_heads
 from aiokv.integrations.vllm.leaving import Leaving
 from aiokv.integrations.vllm.news import News
 from aiokv.integrations.vllm.orders import Orders
-from aiokv.integrations.vllm.reading import check, compute_stream, fingerprint, group_of, weights
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
+from aiokv.integrations.vllm.stretches import Stretches
 from aiokv.integrations.vllm.worker import WorkerHalf
 from aiokv.offload.sharing.lookout import Lookout
 
@@ -105,8 +106,10 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
         self._settings = ConnectorSettings.read(transfer.kv_connector_extra_config)
-        check(vllm_config, self._settings)
-        self._groups = [group_of(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups)]
+        reading.check(vllm_config, self._settings)
+        self._groups = [
+            reading.group_of(index, group) for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        ]
         #: The worker's half; None beside the scheduler, and until the caches are registered.
         self._worker: WorkerHalf | None = None
         #: Blocks whose load failed, not yet told.
@@ -119,7 +122,9 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tier = None
         if self._settings.keeps:
             told = events is not None and events.enable_kv_cache_events
-            tier = Keeping(sizes[0], parallel.tensor_parallel_size, events=told)
+            windows = [group.window for group in self._groups]
+            stretches = Stretches(sizes, windows, reading.hash_tokens(vllm_config, kv_cache_config))
+            tier = Keeping(stretches, parallel.tensor_parallel_size, events=told)
         #: The scheduler's half; idle in a worker.
         settings = self._settings
         leaving = Leaving(sizes, str(transfer.engine_id), layerwise=settings.layerwise, hold=settings.hold)
@@ -140,7 +145,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             kv_caches,
             heads=rank_heads(total, ranks, rank),
             total_heads=total,
-            model=fingerprint(config, self._settings.model, kv_caches),
+            model=reading.fingerprint(config, self._settings.model, kv_caches),
         )
         if self._settings.layerwise:
             names = layer_order([name for group in self._groups for name in group.layers])
@@ -148,7 +153,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         cache = KVCache.from_tensors(layout, tensors)
         try:
             self._worker = WorkerHalf(
-                cache, self._settings, rank, ranks, weights=weights(config, self._settings.model)
+                cache, self._settings, rank, ranks, weights=reading.weights(config, self._settings.model)
             )
         except BaseException:
             cache.close()
@@ -168,7 +173,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Begin what the scheduler ordered in this step."""
         metadata = self._get_connector_metadata()
         if self._worker is not None and metadata.orders:
-            self._worker.carry_out(metadata.orders, compute_stream())
+            self._worker.carry_out(metadata.orders, reading.compute_stream())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs once all of it was loaded."""
@@ -181,12 +186,12 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return
         layer = self._layers.get(layer_name)
         if self._worker is not None and layer is not None:
-            self._worker.written(layer, compute_stream)
+            self._worker.written(layer, reading.compute_stream)
 
     def wait_for_save(self) -> None:
         """All layers are computed: begin to copy to the host tier what the step has filled."""
         if self._worker is not None and self.has_connector_metadata():
-            self._worker.computed(self._get_connector_metadata().orders, compute_stream)
+            self._worker.computed(self._get_connector_metadata().orders, reading.compute_stream)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What came to an end since the last step."""
@@ -196,9 +201,11 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._figures.add(outcome)
         found.finished_sending, found.finished_recving = outcome.sent, outcome.loaded
         for name, blocks in outcome.failed.items():
-            if len(self._groups) == 1:
+            if len(self._groups) == 1 and not self._groups[0].window:
                 self._invalid.update(block for each in blocks for block in each.ids)
-            else:  # an id would stand for a block of each group
+            else:
+                # An id would stand for a block of each group. And what vLLM would compute from the first such
+                # block on reaches back, by a window, to blocks that it has given up already.
                 found.failed_recving.add(name)
         return found
 
@@ -303,7 +310,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler.preempted(scheduler_output.preempted_req_ids or ())
         # Those that are new or resumed were told of all their blocks when they got them.
         more = {
-            name: new[0]
+            name: new
             for name, new in zip(cached.req_ids, cached.new_block_ids, strict=True)
             if new is not None and name not in cached.resumed_req_ids
         }

@@ -7,14 +7,16 @@ tiers is known from the workers' reports, which are a step late; where that was 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol, TypeVar
 
 from aiokv.integrations.vllm.asking import Asking
 from aiokv.integrations.vllm.news import Emptied, Gone, Kept, Missed, News
-from aiokv.integrations.vllm.orders import Blocks, Keep, Orders, Recall
+from aiokv.integrations.vllm.orders import Keep, Orders, Recall
 from aiokv.integrations.vllm.residents import Residents
+from aiokv.integrations.vllm.stretches import Stretches
 from aiokv.offload.events import BlocksRemoved, BlocksStored, stored
 
 __all__ = ["Keeping", "Lora", "Request", "TierChange"]
@@ -63,10 +65,10 @@ class TierChange:
 
 @dataclass(slots=True)
 class _Tracked:
-    """A request that has blocks: in order, and the first that was not looked at yet."""
+    """A request that has blocks, of each group, and the first stretch that was not looked at yet."""
 
     request: Request
-    blocks: list[int]
+    blocks: list[list[int]]
     next: int = 0
 
 
@@ -84,7 +86,7 @@ class Keeping:
     """Decides for one instance, beside its scheduler. It does no I/O.
 
     Args:
-        block_size: Tokens per block.
+        stretches: What a block of the tiers is.
         ranks: Workers of the instance.
         events: Whether anybody reads ``take_changes``.
 
@@ -92,9 +94,10 @@ class Keeping:
         asking: Finds what others have stored in a pool; None where the tiers are this instance's own.
     """
 
-    def __init__(self, block_size: int, ranks: int = 1, *, events: bool = False) -> None:
+    def __init__(self, stretches: Stretches, ranks: int = 1, *, events: bool = False) -> None:
         self.asking: Asking | None = None
-        self._block_size = block_size
+        self._stretches = stretches
+        self._size = stretches.tokens
         self._ranks = ranks
         self._residents = Residents(ranks)
         self._tracked: dict[str, _Tracked] = {}
@@ -119,7 +122,7 @@ class Keeping:
     def arrived(self, request: Request) -> None:
         """A request was added; it will be asked what is found for it."""
         if self.asking is not None:
-            hashes = request.block_hashes
+            hashes = self._stretches.hashes(request.block_hashes)
             self.asking.begin(request.request_id, hashes, self._residents.prefix(hashes, 0))
 
     def found(self, request: Request, computed: int) -> int | None:
@@ -129,9 +132,12 @@ class Keeping:
             None while it is not known what a pool has, or some of them are on their way already for a request
             that came before: to be asked again, as these will be in vLLM's own cache then.
         """
-        hashes, first = request.block_hashes, computed // self._block_size
-        if request.request_id in self._missed or computed % self._block_size:
+        hashes, first = self._stretches.hashes(request.block_hashes), computed // self._size
+        if request.request_id in self._missed or computed % self._size:
             return 0
+        if any(self._stretches.windows):
+            # Of the last token, which is computed in any case, the window begins a token earlier.
+            hashes = hashes[: (len(request.all_token_ids) - 1) // self._size]
         end = self._residents.prefix(hashes, first)
         if self.asking is not None:
             self.asking.begin(request.request_id, hashes, end)
@@ -142,11 +148,11 @@ class Keeping:
             end = self._residents.prefix(hashes, first)
         if self._recalling and any(block in self._recalling for block in hashes[first:end]):
             return None
-        return (end - first) * self._block_size
+        return max(0, end - first) * self._size
 
     def _learn(self, request: Request, there: range) -> None:
         """These blocks of a request are in the pool, whoever stored them."""
-        hashes, size = request.block_hashes, self._block_size
+        hashes, size = self._stretches.hashes(request.block_hashes), self._size
         new: list[bytes] = []
         for rank in range(self._ranks):
             new = self._residents.add(hashes[there.start : there.stop], rank) or new
@@ -157,74 +163,85 @@ class Keeping:
         events = stored(hashes[: there.stop], None, size, tokens, indices)
         self._changes.extend(TierChange(event, request.lora_request) for event in events)
 
-    def begun(self, request: Request, blocks: Sequence[int]) -> None:
-        """A request has blocks: all of them, from its first token on."""
-        self._tracked[request.request_id] = _Tracked(request, list(blocks))
+    def begun(self, request: Request, blocks: Sequence[Sequence[int]]) -> None:
+        """A request has blocks: all of them, in each group, from its first token on."""
+        self._tracked[request.request_id] = _Tracked(request, [list(ids) for ids in blocks])
 
-    def recall(self, request: Request, blocks: Sequence[int], first: int, last: int) -> Recall | None:
+    def recall(
+        self, request: Request, blocks: Sequence[Sequence[int]], first: int, last: int
+    ) -> Recall | None:
         """Bring back what the tiers have of the tokens from ``first`` up to ``last``.
 
         Args:
             request: The request.
-            blocks: Its blocks, from its first token on.
-            first: First token that isn't here; begins a block.
+            blocks: Its blocks, in each group, from its first token on.
+            first: First token that isn't here; begins a stretch.
             last: One behind the last token that it waits for.
         """
-        name, hashes, begin = request.request_id, request.block_hashes, first // self._block_size
-        end = min(self._residents.prefix(hashes, begin), last // self._block_size)
+        name, begin = request.request_id, first // self._size
+        hashes = self._stretches.hashes(request.block_hashes)
+        end = min(self._residents.prefix(hashes, begin), last // self._size)
         if end <= begin or name in self._missed:
             return None
         picked = tuple(hashes[begin:end])
         self._recalls[name] = picked
         self._recalling.update(dict.fromkeys(picked, name))
-        return Recall(name, picked, Blocks(first, tuple(blocks[begin:end])))
+        return Recall(name, picked, first, self._stretches.listed(blocks, begin, end))
 
     # -- each step
 
-    def scheduled(self, name: str, tokens: int, new: Sequence[int], orders: Orders) -> None:
+    def scheduled(self, name: str, tokens: int, new: Sequence[Sequence[int]], orders: Orders) -> None:
         """A request computes tokens in the step that is being put together.
 
         Args:
             name: The request.
             tokens: How many, behind its ``num_computed_tokens``.
-            new: Blocks that it got for that since ``begun``.
+            new: Blocks that it got for that since ``begun``, in each group; nothing where it got none.
             orders: Of this step.
         """
         tracked = self._tracked.get(name)
         if tracked is None:
             return
         request, blocks = tracked.request, tracked.blocks
-        blocks.extend(new)
+        for ids, more in zip(blocks, new, strict=bool(new)):
+            ids.extend(more)
         if self._reading:
-            written = blocks[request.num_computed_tokens // self._block_size :]
+            written = self._stretches.written(blocks, request.num_computed_tokens)
             orders.fences.update(self._reading[block] for block in written if block in self._reading)
-        full = (request.num_computed_tokens + tokens) // self._block_size
-        full = min(full, len(request.block_hashes), len(blocks))
+        full = self._stretches.filled(blocks, request.num_computed_tokens + tokens)
+        hashes = self._stretches.hashes(request.block_hashes)
+        full = min(full, len(hashes))
         if full > tracked.next:
             first, tracked.next = tracked.next, full
-            orders.keeps.extend(self._keeps(tracked, first, full))
+            orders.keeps.extend(self._keeps(tracked, hashes, first, full))
 
-    def _keeps(self, tracked: _Tracked, first: int, last: int) -> list[Keep]:
-        """Orders for those blocks from ``first`` up to ``last`` that aren't in the tiers, run by run."""
-        found, hashes = [], tracked.request.block_hashes
+    def _keeps(self, tracked: _Tracked, hashes: Sequence[bytes], first: int, last: int) -> list[Keep]:
+        """Orders for those stretches from ``first`` up to ``last`` that aren't in the tiers, run by run."""
+        found, computed = [], tracked.request.num_computed_tokens
         begin = first
         for at in range(first, last + 1):
-            if at < last and hashes[at] not in self._residents and hashes[at] not in self._storing:
+            if (
+                at < last
+                and hashes[at] not in self._residents
+                and hashes[at] not in self._storing
+                and self._stretches.reached(tracked.blocks, at, computed)
+            ):
                 continue
             if at > begin:
-                found.append(self._keep(tracked, begin, at))
+                found.append(self._keep(tracked, hashes, begin, at))
             begin = at + 1
         return found
 
-    def _keep(self, tracked: _Tracked, first: int, last: int) -> Keep:
-        request, size = tracked.request, self._block_size
+    def _keep(self, tracked: _Tracked, hashes: Sequence[bytes], first: int, last: int) -> Keep:
+        request, size = tracked.request, self._size
         self._number += 1
-        hashes, blocks = tuple(request.block_hashes[first:last]), tuple(tracked.blocks[first:last])
-        keep = Keep(self._number, hashes, blocks, request.block_hashes[first - 1] if first else None)
+        picked, blocks = tuple(hashes[first:last]), self._stretches.blocks(tracked.blocks, first, last)
+        keep = Keep(self._number, picked, blocks, hashes[first - 1] if first else None)
         tokens = None if self._changes is None else list(request.all_token_ids[first * size : last * size])
         self._going[keep.number] = _Going(keep, self._ranks, tokens, request.lora_request)
-        self._reading.update(dict.fromkeys(blocks, keep.number))
-        self._storing.update(dict.fromkeys(hashes, keep.number))
+        # Blocks of different groups share memory, and their numbers: one has one user at a time.
+        self._reading.update(dict.fromkeys(chain(*blocks), keep.number))
+        self._storing.update(dict.fromkeys(picked, keep.number))
         return keep
 
     @property
@@ -249,7 +266,7 @@ class Keeping:
 
     def recalled(self, name: str) -> int:
         """Tokens that are on their way back for a request."""
-        return len(self._recalls.get(name, ())) * self._block_size
+        return len(self._recalls.get(name, ())) * self._size
 
     def told(self, news: News) -> None:
         """A worker said what changed."""
@@ -273,12 +290,12 @@ class Keeping:
             there = set(self._residents.add(hashes[: kept.count], rank))
             if self._changes is not None and there:
                 indices = [at for at, block in enumerate(hashes) if block in there]
-                events = stored(hashes, going.keep.parent, self._block_size, going.tokens, indices)
+                events = stored(hashes, going.keep.parent, self._size, going.tokens, indices)
                 self._changes.extend(TierChange(event, going.lora) for event in events)
         going.left -= 1
         if not going.left:
             del self._going[kept.number]
-            _forget(self._reading, going.keep.blocks, kept.number)
+            _forget(self._reading, chain(*going.keep.blocks), kept.number)
             _forget(self._storing, hashes, kept.number)
 
     def _gone(self, gone: Gone, rank: int) -> None:
@@ -310,7 +327,7 @@ class Keeping:
         return found
 
 
-def _forget(numbers: dict[K, int], keys: Sequence[K], number: int) -> None:
+def _forget(numbers: dict[K, int], keys: Iterable[K], number: int) -> None:
     """Drop those entries that are still this number."""
     for key in keys:
         if numbers.get(key) == number:

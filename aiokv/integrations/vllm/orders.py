@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 __all__ = [
+    "NULL",
     "Blocks",
     "Keep",
     "Load",
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 #: The block that vLLM lists where a group needs none any more: those before a sliding window.
-_NULL = 0
+NULL = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ def listed(ids: Sequence[int], block_size: int, first: int, last: int) -> Blocks
     """
     end = min(len(ids), -(-last // block_size))
     begin = min(end, first // block_size)
-    while begin < end and ids[begin] == _NULL:
+    while begin < end and ids[begin] == NULL:
         begin += 1
     return Blocks(begin * block_size, tuple(ids[begin:end]))
 
@@ -166,13 +167,16 @@ class Recall:
 
     Attributes:
         request: vLLM's name of the request, for the report.
-        hashes: vLLM's hashes of the blocks, which continue each other.
-        blocks: Where they go, as many.
+        hashes: vLLM's hashes of blocks of the tier, which continue each other.
+        first: First token of them.
+        blocks: Where they go, a list for each KV cache group. That of one with a sliding window may begin
+            later, where vLLM needs no more.
     """
 
     request: str
     hashes: tuple[bytes, ...]
-    blocks: Blocks
+    first: int
+    blocks: tuple[Blocks, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +187,14 @@ class Keep:
 
     Attributes:
         number: For the report, and for fences.
-        hashes: vLLM's hashes of the blocks, which continue each other.
-        blocks: Block ids, as many.
+        hashes: vLLM's hashes of blocks of the tier, which continue each other.
+        blocks: Block ids, a list for each KV cache group.
         parent: Hash of the block before the first; None if there is none.
     """
 
     number: int
     hashes: tuple[bytes, ...]
-    blocks: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...]
     parent: bytes | None
 
 

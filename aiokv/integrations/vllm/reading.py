@@ -8,17 +8,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from aiokv.integrations.vllm.layout import Group
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     from aiokv.integrations.vllm.settings import ConnectorSettings
 
-__all__ = ["check", "compute_stream", "fingerprint", "group_of", "weights"]
+__all__ = ["check", "compute_stream", "fingerprint", "group_of", "hash_tokens", "weights"]
 
 
 def check(config: VllmConfig, settings: ConnectorSettings) -> None:
@@ -30,6 +31,8 @@ def check(config: VllmConfig, settings: ConnectorSettings) -> None:
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ValueError("AioKVConnector: pipeline parallelism is not supported")
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ValueError("AioKVConnector: context parallelism is not supported")
     if settings.keeps and config.kv_transfer_config.kv_load_failure_policy != "recompute":
         field = "host_tier" if settings.host_pool is None else "host_pool"
         raise ValueError(
@@ -88,6 +91,12 @@ def fingerprint(vllm_config: VllmConfig, given: str, tensors: Mapping[str, torch
         config.quantization,
     )
     return hashlib.sha256(repr(facts).encode()).digest()
+
+
+def hash_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Tokens by which vLLM's hashes of a request follow each other."""
+    _, tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
+    return int(tokens)
 
 
 def weights(vllm_config: VllmConfig, given: str) -> bytes:

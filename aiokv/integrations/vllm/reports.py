@@ -124,4 +124,4 @@ class Reports:
 
 def blocks_of(order: Send | Load | Recall) -> tuple[Blocks, ...]:
     """All blocks of an order."""
-    return (order.blocks,) if isinstance(order, Recall) else order.blocks
+    return order.blocks

@@ -101,8 +101,8 @@ class SchedulerHalf:
             self._loading.add(name)
         self.leaving.begun(request, blocks)
         if self._tier is not None:
-            self._tier.begun(request, blocks[0])
-            recall = self._tier.recall(request, blocks[0], first, end)
+            self._tier.begun(request, blocks)
+            recall = self._tier.recall(request, blocks, first, end)
             if recall is not None:
                 self._orders.recalls.append(recall)
                 first += self._tier.recalled(name)
@@ -149,9 +149,9 @@ class SchedulerHalf:
 
     # -- each step
 
-    def scheduled(self, name: str, tokens: int, new: Sequence[int]) -> None:
+    def scheduled(self, name: str, tokens: int, new: BlockIds) -> None:
         """A request computes in the step that is being put together; see ``Keeping.scheduled``."""
-        self.leaving.scheduled(name, tokens, new, self._orders)
+        self.leaving.scheduled(name, tokens, new[0] if new else (), self._orders)
         if self._tier is not None:
             self._tier.scheduled(name, tokens, new, self._orders)
 

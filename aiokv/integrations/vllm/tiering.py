@@ -8,15 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterable
+from itertools import chain
 from types import TracebackType
 from typing import Self
 
 from aiokv.device.cache import KVCache
+from aiokv.engine.arguments import Window
 from aiokv.engine.engine import TransferEngine
 from aiokv.errors import AiokvError, ClosedError
 from aiokv.integrations.vllm.news import Change, Emptied, Gone, Kept, Missed
-from aiokv.integrations.vllm.orders import Keep, Recall
+from aiokv.integrations.vllm.orders import Blocks, Keep, Recall
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.offload.events import BlocksLost, BlocksRemoved, TierEvent
 from aiokv.offload.settings import TierSettings
@@ -118,7 +120,7 @@ class Tiering:
     def keep(self, keep: Keep, stream: object | None) -> None:
         """Begin to copy blocks; what is enqueued on the stream now comes before."""
         self._keeps[keep.number] = asyncio.ensure_future(self._keep(keep, stream))
-        self._reading.update(dict.fromkeys(keep.blocks, keep.number))
+        self._reading.update(dict.fromkeys(chain(*keep.blocks), keep.number))
 
     async def _keep(self, keep: Keep, stream: object | None) -> None:
         try:
@@ -129,7 +131,7 @@ class Tiering:
             _log.info("blocks are not in the host tier: %s", error)
         finally:  # whatever happens: the scheduler's side waits for it
             del self._keeps[keep.number]
-            for block in keep.blocks:
+            for block in chain(*keep.blocks):
                 if self._reading.get(block) == keep.number:
                     del self._reading[block]
             self.changes.append(Kept(keep.number, await self._there(keep.hashes)))
@@ -148,33 +150,49 @@ class Tiering:
         if late:
             await asyncio.wait(late)
 
-    async def unread(self, blocks: Collection[int]) -> None:
-        """The same for whatever reads these blocks."""
+    async def unread(self, blocks: Iterable[Blocks]) -> None:
+        """The same for whatever reads these blocks, of any group."""
         if self._reading:
-            await self.over({self._reading[block] for block in blocks if block in self._reading})
+            ids = chain(*(group.ids for group in blocks))
+            await self.over({self._reading[block] for block in ids if block in self._reading})
 
     # -- from the tier
 
-    async def recall(self, recall: Recall, stream: object | None) -> int:
-        """Bring blocks back; gives how many of them, from the first on.
+    async def recall(self, recall: Recall, stream: object | None) -> tuple[int, tuple[Blocks, ...]]:
+        """Bring blocks back, from the first on; gives the bytes that were moved, and what holds nothing.
+
+        Where there are windows it is all of them or none, as these reach back from the last.
 
         Raises:
             AiokvError: None of them can be had.
         """
         count = 0
+        groups = self.tier.cache.layout.groups
         try:
-            await self.unread(recall.blocks.ids)
+            await self.unread(recall.blocks)
             async with self.tier.lookup(recall.hashes) as hit:
-                if len(hit):
-                    blocks = recall.blocks.ids[: len(hit)]
+                found, whole = len(hit), any(group.window for group in groups)
+                if found and (found == len(recall.hashes) or not whole):
+                    blocks = [
+                        Window(listed.start - recall.first, listed.ids)
+                        if group.window
+                        else listed.ids[: found * self.tier.block_size // group.block_size]
+                        for listed, group in zip(recall.blocks, groups, strict=True)
+                    ]
                     count = await self.tier.load(hit, blocks, stream=stream, deadline=self._timeout)
+                    count = 0 if whole and count < found else count
         finally:
             if count < len(recall.hashes):
                 self.changes.append(Missed(recall.request))
                 missing = recall.hashes[await self._there(recall.hashes) :]
                 if missing:
                     self.changes.append(Gone(missing))
-        return count
+        size, empty, end = 0, [], recall.first + count * self.tier.block_size
+        for listed, group in zip(recall.blocks, groups, strict=True):
+            there = min(len(listed.ids), max(0, end - listed.start) // group.block_size)
+            size += there * group.block_bytes * len(group.layers)
+            empty.append(Blocks(listed.start + there * group.block_size, listed.ids[there:]))
+        return size, tuple(empty) if count < len(recall.hashes) else ()
 
     async def _there(self, hashes: tuple[bytes, ...]) -> int:
         """How many of a prefix the tier has."""

@@ -106,8 +106,6 @@ class WorkerHalf:
         async with AsyncExitStack() as stack:
             engine = await stack.enter_async_context(self._settings.at_rank(rank).engine(self._cache))
             if self._settings.keeps:
-                if len(self._cache.layout.groups) > 1 or self._cache.layout.groups[0].window:
-                    raise ValueError("host_tier: models with sliding windows can't have one yet")
                 tier = tier_of(self._cache, self._settings, ranks=ranks, weights=weights, engine=engine)
                 tiering = Tiering(tier, timeout=self._settings.load_timeout)
                 try:
@@ -293,16 +291,11 @@ class WorkerHalf:
         assert self._tiering is not None  # noqa: S101 (the scheduler's half recalls nothing else)
         assert task is not None  # noqa: S101
         self._give_up[recall.request, Recall] = task.cancel
-        count, blocks = await self._tiering.recall(recall, stream), recall.blocks
-        (group,) = self._cache.layout.groups
-        size = count * group.block_bytes * len(group.layers)
-        if count == len(blocks.ids):
-            return size, ()
-        return size, (Blocks(blocks.start + count * self._tiering.tier.block_size, blocks.ids[count:]),)
+        return await self._tiering.recall(recall, stream)
 
     async def _load(self, load: Load, stream: object | None) -> tuple[int, tuple[Blocks, ...]]:
         if self._tiering is not None:
-            await self._tiering.unread(load.blocks[0].ids)
+            await self._tiering.unread(load.blocks)
         fetch = self._engine.fetch(
             load.ticket.transfer,
             windows(load.blocks),

@@ -17,6 +17,8 @@ def beside(name: str) -> ModuleType:
     )
     assert spec is not None
     assert spec.loader is not None
+    if spec.name in sys.modules:
+        return sys.modules[spec.name]
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -47,6 +49,13 @@ def alone(request: pytest.FixtureRequest, lone: Any) -> dict[str, list[list[int]
     """What that answers to each of the module's ``PROMPTS``."""
     prompts: dict[str, list[list[int]]] = request.module.PROMPTS
     return {key: lone.answers(each, [None] * len(each)) for key, each in prompts.items()}
+
+
+@pytest.fixture(scope="session")
+def windows() -> ModuleType:
+    """A vLLM that is played, whose model has a sliding window beside full attention."""
+    beside("played")
+    return beside("windows")
 
 
 @pytest.fixture(scope="session", params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

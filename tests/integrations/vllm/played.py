@@ -27,6 +27,7 @@ from aiokv.integrations.vllm.news import News
 from aiokv.integrations.vllm.reports import Outcome
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
+from aiokv.integrations.vllm.stretches import Stretches
 from aiokv.integrations.vllm.worker import WorkerHalf
 from aiokv.offload.sharing.lookout import Lookout
 
@@ -64,7 +65,8 @@ class Request:
     lora_request: None = None
     tokens: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    #: Its blocks, of each KV cache group.
+    table: list[list[int]] = field(default_factory=lambda: [[]])
     #: It waits for a load, which was not reported.
     waits: bool = False
     #: Blocks that the load left empty; None while it isn't reported.
@@ -93,6 +95,10 @@ class Request:
     @property
     def answered(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
+
+    @property
+    def blocks(self) -> list[int]:
+        return self.table[0]
 
     def hash(self) -> None:
         while len(self.block_hashes) < len(self.tokens) // SIZE:
@@ -129,14 +135,14 @@ class Played:
         #: What came of steps, as far as the scheduler hasn't heard of it.
         self.unheard: deque[tuple[list[tuple[Request, int, int]], Outcome, News | None]] = deque()
         self.tensors = self.allocate(blocks)
-        layout, tensors = cache_layout(
-            [Group(LAYERS, SIZE, 2, 8)], self.tensors, heads=(0, 2), total_heads=2, model=b"played"
-        )
+        groups = self.groups()
+        sizes, windows = [each.block_size for each in groups], [each.window for each in groups]
+        layout, tensors = cache_layout(groups, self.tensors, heads=(0, 2), total_heads=2, model=b"played")
         settings = ConnectorSettings.read({"transports": ["tcp"], "load_timeout": 20, **extra})
         self.worker = WorkerHalf(KVCache.from_tensors(layout, tensors), settings, weights=named)
-        tier = Keeping(SIZE, events=events) if settings.keeps else None
-        leaving = Leaving([SIZE], name, layerwise=settings.layerwise, hold=settings.hold)
-        self.half = SchedulerHalf([SIZE], leaving, tier)
+        tier = Keeping(Stretches(sizes, windows), events=events) if settings.keeps else None
+        leaving = Leaving(sizes, name, layerwise=settings.layerwise, hold=settings.hold)
+        self.half = SchedulerHalf(sizes, leaving, tier)
         self.half.leaving.addresses = (self.worker.address,)
         if settings.host_pool is not None:
             self.half.share(Asking(Lookout(settings.host_pool, [self.worker.digest or b""])))
@@ -145,8 +151,8 @@ class Played:
         #: As in vLLM: free blocks keep what is in them until they are taken, the least recently freed first.
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, blocks))
         self.users = [0] * blocks
-        self.cached: dict[bytes, int] = {}
-        self.names: dict[int, bytes] = {}
+        self.cached: dict[Any, int] = {}
+        self.names: dict[int, Any] = {}
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -157,6 +163,10 @@ class Played:
         self.computed = self.preempted = self.recalled = 0
 
     # -- the device
+
+    def groups(self) -> list[Group]:
+        """The KV cache groups."""
+        return [Group(LAYERS, SIZE, 2, 8)]
 
     def allocate(self, blocks: int) -> dict[str, torch.Tensor]:
         """As on a CPU: all layers are views of one storage, K and V joined."""
@@ -196,7 +206,7 @@ class Played:
             self.users[block] -= 1
             if not self.users[block]:
                 self.free[block] = None
-        request.blocks = []
+        request.table = [[]]
 
     def cache(self, request: Request) -> None:
         for at in range(min(request.num_computed_tokens // SIZE, len(request.block_hashes))):
@@ -204,13 +214,25 @@ class Played:
             if name not in self.cached and block not in self.names:
                 self.cached[name], self.names[block] = block, name
 
-    def hits(self, request: Request) -> list[int]:
+    def hits(self, request: Request) -> list[Any]:
+        """Blocks that are cached."""
         found = []
         for name in request.block_hashes[: (len(request.tokens) - 1) // SIZE]:
             if name not in self.cached:
                 break
             found.append(self.cached[name])
         return found
+
+    def covered(self, there: list[Any]) -> int:
+        """Tokens of what was cached."""
+        return len(there) * SIZE
+
+    def adopt(self, request: Request, there: list[Any], tokens: int) -> None:
+        """Begin with blocks that were cached, of so many tokens with those to be loaded."""
+        for block in there:
+            self.users[block] += 1
+            self.free.pop(block, None)
+        request.table = [there]
 
     # -- requests
 
@@ -232,7 +254,7 @@ class Played:
 
     def end(self, request: Request, *, complete: bool) -> None:
         request.over = True
-        held, request.said = self.half.finished(request, [request.blocks], complete=complete)
+        held, request.said = self.half.finished(request, request.table, complete=complete)
         if held:
             self.held[request.request_id] = request
         elif not request.waits:
@@ -287,14 +309,14 @@ class Played:
                 self.end(request, complete=True)
         self.report(outcome, news)
 
-    def schedule(self) -> dict[str, tuple[int, list[int]]]:
-        found: dict[str, tuple[int, list[int]]] = {}
+    def schedule(self) -> dict[str, tuple[int, list[list[int]]]]:
+        found: dict[str, tuple[int, list[list[int]]]] = {}
         budget, before = self.budget, self.preempted
         for request in list(self.running):
             tokens = min(len(request.tokens) + request.unheard - request.num_computed_tokens, budget)
             if request not in self.running or not tokens:
                 continue
-            had = len(request.blocks)
+            had = [len(ids) for ids in request.table]
             while not self.take(request, request.num_computed_tokens + tokens):
                 victim = self.running.pop()
                 found.pop(victim.request_id, None)
@@ -302,7 +324,8 @@ class Played:
                 if victim is request:
                     break
             if request in self.running:
-                found[request.request_id] = tokens, request.blocks[had:]
+                new = [ids[count:] for ids, count in zip(request.table, had, strict=True)]
+                found[request.request_id] = tokens, new
                 budget -= tokens
         if self.preempted == before:
             self.admit(found, budget)
@@ -317,7 +340,7 @@ class Played:
         request.life += 1
         self.waiting.insert(0, request)
 
-    def admit(self, found: dict[str, tuple[int, list[int]]], budget: int) -> None:
+    def admit(self, found: dict[str, tuple[int, list[list[int]]]], budget: int) -> None:
         for request in list(self.waiting):
             if request.waits:
                 continue
@@ -327,15 +350,12 @@ class Played:
             if fresh:
                 there = self.hits(request)
                 for _ in range(2):  # vLLM may ask again
-                    asked = self.half.matched(request, len(there) * SIZE)
+                    asked = self.half.matched(request, self.covered(there))
                 if asked is None:
                     continue
                 more = asked
-                for block in there:
-                    self.users[block] += 1
-                    self.free.pop(block, None)
-                request.blocks = there
-                request.num_computed_tokens = len(there) * SIZE + more
+                request.num_computed_tokens = self.covered(there) + more
+                self.adopt(request, there, request.num_computed_tokens)
                 assert request.num_computed_tokens <= len(request.tokens)
             tokens = 0 if more else min(len(request.tokens) - request.num_computed_tokens, budget)
             if not (tokens or more) or not self.take(request, request.num_computed_tokens + tokens):
@@ -343,7 +363,7 @@ class Played:
                     self.give(request)
                     request.num_computed_tokens = 0
                 return
-            self.half.allocated(request, [request.blocks], more)
+            self.half.allocated(request, request.table, more)
             if more:
                 request.waits = True
                 continue

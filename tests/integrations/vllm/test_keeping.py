@@ -11,6 +11,7 @@ from aiokv.integrations.vllm.asking import Asking
 from aiokv.integrations.vllm.keeping import Keeping
 from aiokv.integrations.vllm.news import Emptied, Gone, Kept, Missed, News
 from aiokv.integrations.vllm.orders import Blocks, Keep, Orders, Recall
+from aiokv.integrations.vllm.stretches import Stretches
 
 SIZE = 4
 
@@ -26,13 +27,13 @@ class Request:
 
 @pytest.fixture
 def tier() -> Keeping:
-    return Keeping(SIZE, 2)
+    return Keeping(Stretches([SIZE]), 2)
 
 
 def step(tier: Keeping, request: Request, blocks: list[int], tokens: int) -> Orders:
     """A step in which a request that was given blocks computes tokens."""
     orders = Orders()
-    tier.begun(request, blocks)
+    tier.begun(request, [blocks])
     tier.scheduled(request.request_id, tokens, [], orders)
     request.num_computed_tokens += tokens
     return orders
@@ -45,16 +46,16 @@ def kept(tier: Keeping, number: int, count: int, ranks: tuple[int, ...] = (0, 1)
 
 def test_what_a_step_fills_is_kept(tier: Keeping) -> None:
     request, orders = Request(), Orders()
-    tier.begun(request, [5])
+    tier.begun(request, [[5]])
     tier.scheduled("r", 3, [], orders)
     assert not orders.keeps
     request.num_computed_tokens = 3
-    tier.scheduled("r", 6, [6, 7], orders)
-    assert orders.keeps == [Keep(1, (b"a", b"b"), (5, 6), None)]
+    tier.scheduled("r", 6, [[6, 7]], orders)
+    assert orders.keeps == [Keep(1, (b"a", b"b"), ((5, 6),), None)]
     request.num_computed_tokens = 9
     orders = Orders()
-    tier.scheduled("r", 5, [8], orders)
-    assert orders.keeps == [Keep(2, (b"c",), (7,), b"b")]
+    tier.scheduled("r", 5, [[8]], orders)
+    assert orders.keeps == [Keep(2, (b"c",), ((7,),), b"b")]
 
 
 def test_it_is_found_once_all_ranks_have_it(tier: Keeping) -> None:
@@ -73,33 +74,33 @@ def test_it_is_found_once_all_ranks_have_it(tier: Keeping) -> None:
 
 def test_what_is_there_or_on_its_way_is_not_kept_again(tier: Keeping) -> None:
     step(tier, Request(), [5, 6, 7, 8], 2 * SIZE)
-    assert step(tier, Request("other"), [15, 16, 17, 18], 14).keeps == [Keep(2, (b"c",), (17,), b"b")]
+    assert step(tier, Request("other"), [15, 16, 17, 18], 14).keeps == [Keep(2, (b"c",), ((17,),), b"b")]
     kept(tier, 1, 1)  # b had no room
     kept(tier, 2, 1)
-    assert step(tier, Request("third"), [25, 26, 27, 28], 14).keeps == [Keep(3, (b"b",), (26,), b"a")]
+    assert step(tier, Request("third"), [25, 26, 27, 28], 14).keeps == [Keep(3, (b"b",), ((26,),), b"a")]
 
 
 def test_a_recall(tier: Keeping) -> None:
     step(tier, Request(), [5, 6, 7, 8], 14)
     kept(tier, 1, 3)
     one, two = Request("one"), Request("two")
-    assert tier.recall(one, [9, 10, 11, 12], SIZE, 3 * SIZE) == Recall(
-        "one", (b"b", b"c"), Blocks(4, (10, 11))
+    assert tier.recall(one, [[9, 10, 11, 12]], SIZE, 3 * SIZE) == Recall(
+        "one", (b"b", b"c"), 4, (Blocks(4, (10, 11)),)
     )
     assert tier.recalled("one") == 2 * SIZE
     assert tier.found(two, 0) is None  # it will be in vLLM's cache
     tier.loaded("one")
     assert tier.found(two, 0) == 3 * SIZE
-    assert tier.recall(two, [1, 2], 0, 2 * SIZE) == Recall("two", (b"a", b"b"), Blocks(0, (1, 2)))
-    assert tier.recall(Request("three"), [1], 3 * SIZE, 3 * SIZE) is None
+    assert tier.recall(two, [[1, 2]], 0, 2 * SIZE) == Recall("two", (b"a", b"b"), 0, (Blocks(0, (1, 2)),))
+    assert tier.recall(Request("three"), [[1]], 3 * SIZE, 3 * SIZE) is None
 
 
 def test_who_missed_something_computes(tier: Keeping) -> None:
     step(tier, Request(), [5, 6, 7, 8], 14)
     kept(tier, 1, 3)
     one = Request("one")
-    tier.recall(one, [9, 10, 11], 0, 3 * SIZE)
-    tier.begun(one, [9, 10, 11])
+    tier.recall(one, [[9, 10, 11]], 0, 3 * SIZE)
+    tier.begun(one, [[9, 10, 11]])
     tier.told(News(1, (Missed("one"), Gone((b"b", b"c")))))
     tier.loaded("one")
     assert tier.found(one, 0) == 0
@@ -133,7 +134,7 @@ def test_a_reset(tier: Keeping) -> None:
     for rank in range(2):
         tier.told(News(rank, (Emptied(1), Kept(3, 3))))
     assert tier.found(Request("one"), 0) == 3 * SIZE
-    tier.recall(Request("one"), [1, 2, 3], 0, 3 * SIZE)
+    tier.recall(Request("one"), [[1, 2, 3]], 0, 3 * SIZE)
     assert tier.reset() == (2, False)
 
 
@@ -181,7 +182,7 @@ def test_what_others_stored_is_asked_for_once(tier: Keeping) -> None:
     pool.said[1] = 2
     assert tier.found(one, 0) == tier.found(one, 0) == 2 * SIZE
     assert tier.found(one, SIZE) == SIZE
-    assert tier.recall(one, [9, 10, 11], SIZE, 2 * SIZE) == Recall("one", (b"b",), Blocks(4, (10,)))
+    assert tier.recall(one, [[9, 10, 11]], SIZE, 2 * SIZE) == Recall("one", (b"b",), 4, (Blocks(4, (10,)),))
     tier.loaded("one")
     assert pool.asked[1:] == []
     # The next one knows that much, and asks for the rest; what went is not there any more.

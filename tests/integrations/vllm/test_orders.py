@@ -33,8 +33,8 @@ def test_blocks_that_matter() -> None:
     "orders",
     [
         Orders(reset=0),
-        Orders(recalls=[Recall("r", (b"a", b"b"), BLOCKS)]),
-        Orders(keeps=[Keep(1, (b"a", b"b"), (5, 6), None)]),
+        Orders(recalls=[Recall("r", (b"a", b"b"), 0, (BLOCKS,))]),
+        Orders(keeps=[Keep(1, (b"a", b"b"), ((5, 6),), None)]),
         Orders(sends=[Send("r", Ticket("t"), (BLOCKS,), 96)]),
         Orders(loads=[Load("r", Ticket("t"), ("there",), (BLOCKS,), 32, 96)]),
         Orders(releases=[Release(Ticket("t"), ("there",))]),

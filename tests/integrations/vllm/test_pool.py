@@ -250,6 +250,19 @@ def test_never_a_wrong_byte(make: Make, played: ModuleType, seed: int) -> None:
     assert all(side.recalled for side in sides)
 
 
+def test_a_model_with_sliding_windows(owner: Owner, windows: ModuleType) -> None:
+    one, other = (windows.Windows(name, host_pool=owner.path, blocks=32) for name in ("one", "other"))
+    try:
+        said = one.answer(ASKED, SIZE)
+        assert said == windows.answer(ASKED, SIZE)
+        longer = ASKED + said + prompt(2, SIZE)
+        assert other.answer(longer) == windows.answer(longer, 4)
+        assert other.recalled == 6
+    finally:
+        one.close()
+        other.close()
+
+
 def test_nobody_there(make: Make, owner: Owner) -> None:
     owner.path += " of somebody else"
     with pytest.raises(PeerLostError, match="python -m aiokv pool") as raised:

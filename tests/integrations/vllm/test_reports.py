@@ -3,7 +3,7 @@ from __future__ import annotations
 from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Recall, Send, Ticket
 from aiokv.integrations.vllm.reports import Ended, Outcome, Reports
 
-RECALL = Recall("r", (b"a",), Blocks(0, (4,)))
+RECALL = Recall("r", (b"a",), 0, (Blocks(0, (4,)),))
 LOAD = Load("r", Ticket("t"), ("there",), (Blocks(32, (5, 6)),), 32, 96)
 
 
