@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from functools import wraps
@@ -11,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from aiokv.bench.child import Line
+from aiokv.bench.hooks import Hooks, Steps
 
 __all__ = ["ENVIRONMENT", "FUNCTION", "make_model", "serve"]
 
@@ -22,25 +24,14 @@ ENVIRONMENT = MappingProxyType(
     {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TQDM_DISABLE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
     }
 )
-
-#: What vLLM calls of a connector in each step, beside its scheduler and in its worker.
-_HOOKS = (
-    ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"),
-    ("update_connector_output", "request_finished_all_groups", "take_events", "has_pending_push_work"),
-    ("handle_preemptions", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save"),
-    ("get_transfer_results", "get_block_ids_with_load_errors", "get_kv_connector_stats"),
-    ("build_connector_worker_meta",),
-)
-
-
-#: Does nothing: its time is that of looking at the clock, in the midst of a model's step.
-_NOTHING = "wait_for_layer_load"
 
 
 def make_model(folder: Path) -> str:
@@ -88,6 +79,7 @@ class _Instance:
         options: dict[str, Any] = (
             {} if transfer is None else {"kv_transfer_config": KVTransferConfig(**transfer)}
         )
+        cores = os.sched_getaffinity(0)
         llm = LLM(
             model,
             enforce_eager=True,
@@ -97,6 +89,8 @@ class _Instance:
             max_model_len=2048,
             **options,
         )
+        # On CPUs vLLM's NixlConnector ties this thread, which computes, to one core, as it does the other's.
+        os.sched_setaffinity(0, cores)
         self._sampling = SamplingParams
         self._engine = llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
@@ -105,13 +99,13 @@ class _Instance:
         #: When the first and the last token of each request came (ns).
         self._times: dict[str, list[int]] = {}
         #: Of steps that computed something, and of those that only waited for KV.
-        self._computing, self._waiting = _Steps(), _Steps()
+        self._computing, self._waiting = Steps(), Steps()
         #: CPU of the process when it was told last (ns).
         self._cpu_ns = time.process_time_ns()
         #: Whether the last step computed something.
         self._computed = False
         self._scheduler.schedule = self._noted(self._scheduler.schedule)
-        self._hooks = _Hooks()
+        self._hooks = Hooks()
         if transfer is not None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -177,60 +171,3 @@ class _Instance:
                 )
         if not outputs:
             time.sleep(0.0002)  # nothing but waiting for KV: leave the core to others
-
-
-class _Steps:
-    """How many there were of a kind, and the CPU that hooks took in them (ns)."""
-
-    def __init__(self) -> None:
-        self._count, self._hooks_ns = 0, 0.0
-
-    def add(self, hooks_ns: float) -> None:
-        """One more."""
-        self._count += 1
-        self._hooks_ns += hooks_ns
-
-    def told(self) -> tuple[int, float]:
-        """Those since this was asked last."""
-        found = self._count, self._hooks_ns
-        self._count, self._hooks_ns = 0, 0.0
-        return found
-
-
-class _Hooks:
-    """The CPU that a connector's hooks take."""
-
-    def __init__(self) -> None:
-        #: Time of each hook (ns), and how often it was called, since it was asked for last.
-        self._spent: dict[str, list[int]] = {name: [0, 0] for names in _HOOKS for name in names}
-        #: The same of the one that does nothing, over all the time.
-        self._nothing = [0, 0]
-
-    def time(self, *connectors: object) -> None:
-        """Time the hooks of these from now on."""
-        for connector in connectors:
-            for name, spent in self._spent.items():
-                setattr(connector, name, _timed(getattr(connector, name), spent))
-
-    def taken(self) -> float:
-        """Time that they took since this was asked last (ns), without that of looking at the clock."""
-        for index, value in enumerate(self._spent[_NOTHING]):
-            self._nothing[index] += value
-        clock_ns = self._nothing[0] / max(1, self._nothing[1])
-        taken = sum(spent - calls * clock_ns for spent, calls in self._spent.values())
-        for spent in self._spent.values():
-            spent[:] = [0, 0]
-        return taken
-
-
-def _timed(hook: Callable[..., Any], spent: list[int]) -> Callable[..., Any]:
-    @wraps(hook)
-    def timed(*args: object, **named: object) -> object:
-        began = time.thread_time_ns()
-        try:
-            return hook(*args, **named)
-        finally:
-            spent[0] += time.thread_time_ns() - began
-            spent[1] += 1
-
-    return timed

@@ -67,9 +67,9 @@ class _Figures(NamedTuple):
     token_ms: float
     #: CPU of all threads of all its processes for an answer.
     cpu_ms: float
-    #: CPU of the connector's hooks in a step that computes something, at the side that answers.
-    hooks_us: float
-    #: The same in a step that only waits for KV; 0 where there was none.
+    #: CPU of each of the connector's hooks in a step that computes something, at the side that answers.
+    hooks_us: dict[str, float]
+    #: Of all together in a step that only waits for KV; 0 where there was none.
     waiting_us: float
 
 
@@ -103,7 +103,14 @@ class Asking:
         self._signal(signal.SIGCONT)
         figures = [await self._one() for _ in range(count)]
         self._signal(signal.SIGSTOP)
-        return _Figures(*(median(each) for each in zip(*figures, strict=True)))
+        names = figures[0].hooks_us
+        return _Figures(
+            median(each.ttft_ms for each in figures),
+            median(each.token_ms for each in figures),
+            median(each.cpu_ms for each in figures),
+            {name: median(each.hooks_us[name] for each in figures) for name in names},
+            median(each.waiting_us for each in figures),
+        )
 
     async def _one(self) -> _Figures:
         drawn = random.Random(len(self.answers))  # noqa: S311 (no secret)
@@ -114,13 +121,13 @@ class Asking:
             params, cpu_ns = said["params"], said["cpu_ns"]
         said = await self._answer(self._decode, prompt, _ANSWER, params)
         self.answers.append(said["tokens"])
-        (steps, hooks_ns), (waits, waiting_ns) = said["computing"], said["waiting"]
+        (_, hooks_us), (_, waiting_us) = said["computing"], said["waiting"]
         return _Figures(
             (said["first"] - began) / 1e6,
             (said["last"] - said["first"]) / (_ANSWER - 1) / 1e6,
             (cpu_ns + said["cpu_ns"]) / 1e6,
-            hooks_ns / max(1, steps) / 1e3,
-            waiting_ns / max(1, waits) / 1e3,
+            hooks_us,
+            sum(waiting_us.values()),
         )
 
     async def _answer(
@@ -167,7 +174,7 @@ def _nixl() -> list[_Instance]:
 
 
 async def _run(report: Report, options: Options) -> None:
-    rounds, count = (3, 3) if options.quick else (15, 8)
+    rounds, count = (3, 3) if options.quick else (15, 6)
     async with AsyncExitStack() as stack:
         model = make_model(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="aiokv-vllm-"))))
         sides = {
@@ -193,10 +200,14 @@ async def _run(report: Report, options: Options) -> None:
                 "first token, ms": Spread.of(each.ttft_ms for each in figures),
                 "each token behind it, ms": Spread.of(each.token_ms for each in figures),
                 "CPU of all threads, ms an answer": Spread.of(each.cpu_ms for each in figures),
-                "hooks, us of CPU a step": Spread.of(each.hooks_us for each in figures),
+                "hooks, us of CPU a step": Spread.of(sum(each.hooks_us.values()) for each in figures),
                 "and one that waits": Spread.of(each.waiting_us for each in figures),
             },
         )
+    pairs = {name: figures for name, figures in found.items() if name != "one alone"}
+    for hook in next(iter(pairs.values()))[0].hooks_us:
+        cells = {name: Spread.of(each.hooks_us[hook] for each in figures) for name, figures in pairs.items()}
+        report.row("hooks in a step that computes, us of CPU", {"hook": hook, **cells})
     ttft = {name: [each.ttft_ms for each in figures] for name, figures in found.items()}
     report.ratio("vllm.ttft_over_alone", over(ttft["a pair by aiokv"], ttft["one alone"]))
     if "a pair by NIXL" in ttft:
