@@ -25,6 +25,7 @@ class OfferOptions(TypedDict, total=False):
     attempt: int
     deadline: float
     hold: float | None
+    more: bool
     trace: str
 
 
@@ -169,6 +170,11 @@ class Fetch(Transfer[aiokv.Fetch]):
         """Tokens that the transfer moves up to; -1 while that isn't known."""
         return self._handle.tokens
 
+    @property
+    def more(self) -> bool:
+        """Whether the producer said that the rest of it is offered apart."""
+        return self._handle.more
+
     def layer(self, layer: int) -> Future[None]:
         """Over when a layer is in place; see ``aiokv.Fetch.layer``."""
         return self._thread.submit(lambda: self._handle.layer(layer))
@@ -219,6 +225,10 @@ class TransferEngine(Shared):
     def renew(self, tid: str, *, sources: Sequence[str] | None = None, attempt: int = 0) -> None:
         """Say that it will be fetched; see ``aiokv.TransferEngine.renew``."""
         self.thread.call(lambda: self.engine.renew(tid, sources=sources, attempt=attempt))
+
+    def wanted(self, tid: str, *, readers: int = 1, attempt: int = 0) -> Future[int]:
+        """Over when all readers wait for it; see ``aiokv.TransferEngine.wanted``."""
+        return self.thread.submit(lambda: self.engine.wanted(tid, readers=readers, attempt=attempt))
 
     def statistics(self) -> aiokv.Statistics:
         """Counts so far, and what is going on. Never blocks."""

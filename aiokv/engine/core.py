@@ -19,6 +19,7 @@ from aiokv.device.poller import CompletionPoller
 from aiokv.engine.accepted import AcceptedLinks
 from aiokv.engine.alarm import Alarm
 from aiokv.engine.announcements import Announcements
+from aiokv.engine.bell import Bell
 from aiokv.engine.course import Course, FetchCourse
 from aiokv.engine.demultiplexer import Demultiplexer
 from aiokv.engine.leases import BlockLeases, Lease, written
@@ -26,7 +27,7 @@ from aiokv.engine.mover import Mover
 from aiokv.engine.peer import Peers
 from aiokv.engine.statistics import Statistics
 from aiokv.engine.stopwatch import Stopwatch, Track
-from aiokv.errors import AiokvError, DeviceError, InvalidBlocks, PeerLostError
+from aiokv.errors import AiokvError, ClosedError, DeviceError, InvalidBlocks, PeerLostError
 from aiokv.proto.layout import CacheLayout
 from aiokv.proto.messages import Message
 from aiokv.proto.parts import State
@@ -70,6 +71,7 @@ class Core:
         self.table = Table(cache.layout, settings)
         self._stopwatch = Stopwatch(clock, track)
         self.table.ledger.stepped = self._stopwatch.stepped
+        self.table.waiting.came = self._on_came
         self.leases = BlockLeases(cache.layout)
         guard = getattr(cache.device, "quiet", None)
         self.poller = CompletionPoller(self.loop, clock=clock, guard=guard)
@@ -116,6 +118,8 @@ class Core:
         )
         #: Transfers that are not over.
         self._courses: dict[Transfer, Course] = {}
+        #: Who waits until something is asked for that isn't offered yet.
+        self._watching: dict[Key, list[Bell]] = {}
         #: Leases of transfers that ended without being quiet.
         self._quarantined: list[Lease] = []
         self._turn_wanted = False
@@ -143,6 +147,8 @@ class Core:
     def close(self) -> None:
         """Stop: no turn and no callback comes any more."""
         self._closed = True
+        for key in self._watching:
+            self._on_came(key)
         self._alarm.cancel()
         self._announced.close()
         self.peers.close()
@@ -184,6 +190,26 @@ class Core:
         for session in sources or self.table.waiting.sessions(key, "producer"):
             session.renew(key)
         self.wake()
+
+    async def wanted(self, key: Key, readers: int) -> int:
+        """Wait until all readers of something wait for it; gives from which token on they do."""
+        bell = Bell()
+        self._watching.setdefault(key, []).append(bell)
+        try:
+            while not self._closed:
+                first = self.table.waiting.wanted(key, readers)
+                if first >= 0:
+                    return first
+                await bell.wait()
+            raise ClosedError(f"transfer {key[0]!r}: the engine was closed before it was asked for")
+        finally:
+            self._watching[key].remove(bell)
+            if not self._watching[key]:
+                del self._watching[key]
+
+    def _on_came(self, key: Key) -> None:
+        for bell in self._watching.get(key, ()):
+            bell.ring()
 
     def abort(self, transfer: Transfer, error: AiokvError, reason: str) -> None:
         """Give a transfer up on both sides."""

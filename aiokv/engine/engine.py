@@ -389,6 +389,7 @@ class TransferEngine:
         attempt: int = 0,
         deadline: float = 30.0,
         hold: float | None = None,
+        more: bool = False,
         trace: str = "",
     ) -> Offer:
         """Offer the KV of some blocks, layer by layer as it is written.
@@ -414,6 +415,8 @@ class TransferEngine:
             hold: Seconds for which it waits for a reader that says nothing; None: until the deadline. One
                 that says that it will come (``renew``) is waited for as long again, and one that has come
                 has until the deadline.
+            more: It is the beginning of something whose rest is offered apart, under ids that both sides
+                know how to make; see ``Fetch.more``.
             trace: W3C trace context that travels along.
 
         Returns:
@@ -447,6 +450,7 @@ class TransferEngine:
             trace=checked_trace(trace),
             tokens=tokens,
             hold=held,
+            more=bool(more),
         )
 
         course = Course(offering)
@@ -555,6 +559,30 @@ class TransferEngine:
         core = self._opened()
         key = checked_id(tid), whole(attempt, "attempt")
         core.renew(key, _sessions(core, checked_addresses(sources or (), "sources")))
+
+    async def wanted(self, tid: str, *, readers: int = 1, attempt: int = 0) -> int:
+        """Wait until something that isn't offered yet is waited for, by all who will fetch it.
+
+        What they ask for is then only to be offered, as much of it as there is: they take what they find,
+        and come for the rest if there is ``more``. Who asks for a certain number of ``tokens`` doesn't, so
+        that this goes on; who has all of it already counts. Give it up (by cancelling) where it is offered
+        all the same.
+
+        Args:
+            tid: Transfer id.
+            readers: How many engines will fetch it.
+            attempt: Number of the attempt at this id.
+
+        Returns:
+            The first token that any of them lacks.
+
+        Raises:
+            TypeError: An argument of the wrong kind; the message names it.
+            ValueError: One that can't be meant.
+            ClosedError: The engine is not open, or was closed meanwhile.
+        """
+        core = self._opened()
+        return await core.wanted((checked_id(tid), whole(attempt, "attempt")), whole(readers, "readers", 1))
 
     def statistics(self) -> Statistics:
         """A snapshot of what this engine did and is doing; it may be taken from any thread.

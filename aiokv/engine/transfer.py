@@ -89,6 +89,11 @@ class Fetch(Handle):
         """Tokens that the transfer moves up to; -1 while that isn't known."""
         return max((part.tokens for part in self._transfer.parts), default=-1)
 
+    @property
+    def more(self) -> bool:
+        """Whether the producer said that the rest of it is offered apart; so far as it has answered."""
+        return any(part.more for part in self._transfer.parts)
+
     async def layer(self, layer: int) -> None:
         """Wait until a layer is in place, from all sources.
 

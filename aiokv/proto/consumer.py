@@ -163,6 +163,7 @@ class Consumer:
         if not isinstance(fetching, Fetching):
             return
         part.accepted = True
+        part.more = accept.more
         part.peer_blocks = unpack_blocks(accept.blocks, session.hello.layout)
         if part.one_sided:
             session.hold_lease(accept.lease, now)

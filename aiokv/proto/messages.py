@@ -157,6 +157,8 @@ class Accept(_Message, frozen=True, tag=12):
     ready: _Mask
     #: Until when one-sided reads are safe; 0 where the producer sends.
     lease: _Time
+    #: In version 2: what is offered is the beginning of something, the rest of which is offered apart.
+    more: bool = False
 
 
 class Ready(_Message, frozen=True, tag=13):

@@ -116,6 +116,7 @@ class Producer:
                 blocks=pack_blocks(offering.blocks),
                 ready=self._bitmap(offering.ready if part.one_sided else 0),
                 lease=session.extend_lease(now) if part.one_sided else 0,
+                more=offering.more,
             )
         )
         part.accepted = True

@@ -77,6 +77,8 @@ class Offering(Transfer):
     tokens: int
     #: How long a part waits for a reader that says nothing (ns); 0: until the deadline.
     hold: int = 0
+    #: It is the beginning of something, the rest of which is offered apart.
+    more: bool = False
     #: Layers ready so far, as a bit mask.
     ready: int = 0
     #: Whom it refused last, and why; empty while nobody was.
@@ -129,6 +131,8 @@ class Part:
     first_token: int = 0
     #: Tokens that this part moves up to; -1 while that isn't known.
     tokens: int = -1
+    #: The producer has more tokens to offer, under other ids.
+    more: bool = False
     #: The other side's blocks; empty where they aren't needed or not known yet.
     peer_blocks: tuple[GroupBlocks, ...] = ()
     #: Layers that may be read (consumer) or that the consumer was told of (producer), as a bit mask.

@@ -8,6 +8,7 @@ in place of waiting for something that will not come.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +44,8 @@ class Waiting:
         self._parked: dict[tuple[Key, Role], list[Parked]] = {}
         self._size = 0
         self._timers: Timers[Parked] = Timers(lambda parked: parked.gone)
+        #: Told which transfer a request came to wait for.
+        self.came: Callable[[Key], None] = _nobody
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -64,7 +67,19 @@ class Waiting:
         session.parked += 1
         self._size += 1
         self._timers.set(deadline, parked)
+        self.came((message.tid, message.attempt))
         return ""
+
+    def wanted(self, key: Key, readers: int) -> int:
+        """From which token on the readers of something want it, if all of them wait; -1: they don't.
+
+        Who wants a certain number of tokens doesn't, and those to whom it has nothing to give do.
+        """
+        grants = [each.message for each in self._parked.get((key, "consumer"), ())]
+        asked = [grant for grant in grants if isinstance(grant, Grant) and grant.link]
+        if len(grants) < readers or any(grant.tokens >= 0 for grant in asked):
+            return -1
+        return min((grant.first_token for grant in asked), default=-1)
 
     def sessions(self, key: Key, sender: Role) -> list[Session]:
         """Whose requests wait for this."""
@@ -118,6 +133,10 @@ class Waiting:
             self._parked[key, sender] = kept
         else:
             self._parked.pop((key, sender), None)
+
+
+def _nobody(key: Key) -> None:
+    """Is told of what came where nobody else is."""
 
 
 class Withdrawn:

@@ -47,12 +47,15 @@ def test_a_transfer(pair: Pair) -> None:
     sent = content(left, [1, 2])
     with left.offer("t", [1, 2], hold=20) as offer:
         right.renew("t", sources=[left.address])
+        wanted = left.wanted("u")
         fetch = right.fetch("t", [5, 6], sources=[left.address])
         with fetch:
             for layer in range(LAYOUT.layers):
                 offer.layer_ready(layer)
                 fetch.layer(layer).result()
         assert sorted(fetch.layers()) == [0, 1, 2]
+        assert not fetch.more
+    wanted.cancel()
     assert torch.equal(content(right, [5, 6]), sent)
     assert offer.done()
     assert (offer.tokens, fetch.tokens) == (8, 8)
