@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
     from aiokv.offload.statistics import TierStatistics
 
-__all__ = ["Address", "AioKVConnector", "Metadata", "TierNews"]
+__all__ = ["Address", "AioKVConnector", "Metadata", "WorkerNews"]
 
 _COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
@@ -66,14 +66,14 @@ class Metadata(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass
-class TierNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What changed in the workers' host tiers, on its way to the scheduler."""
+class WorkerNews(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What the workers have to tell, on its way to the scheduler."""
 
     news: list[News]
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> TierNews:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerNews:
         """That of other workers, too."""
-        return TierNews([*self.news, *other.news])
+        return WorkerNews([*self.news, *other.news])
 
 
 @dataclass
@@ -127,7 +127,16 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             tier = Keeping(stretches, parallel.tensor_parallel_size, events=told)
         #: The scheduler's half; idle in a worker.
         settings = self._settings
-        leaving = Leaving(sizes, str(transfer.engine_id), layerwise=settings.layerwise, hold=settings.hold)
+        # Blocks before a sliding window are given up while a prompt is computed.
+        kept = not any(group.window for group in self._groups)
+        leaving = Leaving(
+            sizes,
+            str(transfer.engine_id),
+            layerwise=settings.layerwise and kept,
+            chunks=settings.chunks and kept,
+            ranks=parallel.tensor_parallel_size,
+            hold=settings.hold,
+        )
         self._scheduler = SchedulerHalf(sizes, leaving, tier)
         #: Numbers of layers, by name; empty until the caches are registered, and where nobody asks for them.
         self._layers: dict[str, int] = {}
@@ -247,14 +256,14 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Figures in vLLM's Prometheus endpoint."""
         return Endpoint(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def build_connector_worker_meta(self) -> TierNews | None:
-        """What changed in the host tier."""
+    def build_connector_worker_meta(self) -> WorkerNews | None:
+        """What changed in the host tier, and what is asked for."""
         if self._worker is None or (news := self._worker.news()) is None:
             return None
         before, self._counted = self._counted, self._worker.tier_statistics()
         if self._counted is not None:
             self._figures.add_tier(before, self._counted)
-        return TierNews([news])
+        return WorkerNews([news])
 
     def shutdown(self) -> None:
         """Close the transfer engine; peers are told."""
@@ -321,7 +330,7 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take note of what the workers reported."""
         told = connector_output.kv_connector_worker_meta
-        news = told.news if isinstance(told, TierNews) else ()
+        news = told.news if isinstance(told, WorkerNews) else ()
         self._scheduler.reported(connector_output.finished_recving or (), news)
 
     def take_events(self) -> list[KVCacheEvent]:

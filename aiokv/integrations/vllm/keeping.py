@@ -278,7 +278,7 @@ class Keeping:
             elif isinstance(change, Missed):
                 if change.request in self._tracked:
                     self._missed.add(change.request)
-            elif self._heard[news.rank] == self._resets:
+            elif isinstance(change, Gone) and self._heard[news.rank] == self._resets:
                 self._gone(change, news.rank)
 
     def _kept(self, kept: Kept, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""What workers tell the scheduler's half about their host tiers.
+"""What workers tell the scheduler's half: about their host tiers, and about what is waited for.
 
 A tier lives in its worker's process, so the scheduler keeps a list of what is there, and the workers say what
 changes. The list is a little late, never wrong for long: what is on it and can't be brought back is a miss,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Change", "Emptied", "Gone", "Kept", "Missed", "News"]
+__all__ = ["Change", "Emptied", "Gone", "Kept", "Missed", "News", "Wanted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,22 @@ class Missed:
     request: str
 
 
-Change = Kept | Gone | Emptied | Missed
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The decode side waits for a chunk that was to be watched for.
+
+    Attributes:
+        request: vLLM's name of the request here.
+        number: The chunk's.
+        first: The first token that the decode side lacks.
+    """
+
+    request: str
+    number: int
+    first: int
+
+
+Change = Kept | Gone | Emptied | Missed | Wanted
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,13 @@ __all__ = [
     "Release",
     "Send",
     "Ticket",
+    "Watch",
+    "behind",
     "listed",
 ]
+
+#: Characters of a transfer id that can still be made longer: an engine takes 256.
+_MOST_ID = 240
 
 #: The block that vLLM lists where a group needs none any more: those before a sliding window.
 NULL = 0
@@ -56,6 +61,18 @@ def listed(ids: Sequence[int], block_size: int, first: int, last: int) -> Blocks
     return Blocks(begin * block_size, tuple(ids[begin:end]))
 
 
+def behind(blocks: Blocks, block_size: int, token: int) -> Blocks:
+    """Those of some blocks that hold ``token`` and what follows.
+
+    Args:
+        blocks: The blocks.
+        block_size: Tokens per block.
+        token: Index of a token.
+    """
+    skipped = min(len(blocks.ids), max(0, token - blocks.start) // block_size)
+    return Blocks(blocks.start + skipped * block_size, blocks.ids[skipped:])
+
+
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """What both sides call a transfer.
@@ -70,19 +87,31 @@ class Ticket:
     attempt: int = 0
     deadline: float | None = None
 
+    @property
+    def divisible(self) -> bool:
+        """Whether its id can be made longer."""
+        return len(self.transfer) <= _MOST_ID
+
+    def chunk(self, number: int) -> Ticket:
+        """What both sides call a chunk of it: the first as the whole, those behind it by their numbers."""
+        if not number:
+            return self
+        return Ticket(f"{self.transfer}#{number}", self.attempt, self.deadline)
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Offer what a request left in its blocks; they are held until that is over.
+    """Offer what a request left in its blocks, or a chunk of that; they are held until all of it is over.
 
     Attributes:
         request: vLLM's name of the request, for the report.
         ticket: Names the transfer.
         blocks: A list for each KV cache group.
-        tokens: Tokens that are there.
+        tokens: Tokens that are there, those of chunks before included.
         to: Addresses of those who are to have it; empty: whoever asks.
-        early: This step computes the last of it, layer by layer, and the request is not over yet: the end of
-            the sending is not reported before ``Orders.held`` names the request.
+        early: This step computes the last of it, layer by layer, and the request is not over yet.
+        last: Nothing follows. What is early, or isn't the last, may be over before its request is, and is
+            not reported before ``Orders.held`` names the request, or its last is ordered.
     """
 
     request: str
@@ -91,6 +120,12 @@ class Send:
     tokens: int
     to: tuple[str, ...] = ()
     early: bool = False
+    last: bool = True
+
+    @property
+    def ends(self) -> bool:
+        """Whether its request is over: it is the last, and was not begun before that."""
+        return self.last and not self.early
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +140,7 @@ class Load:
         first: First token that is neither here yet, nor recalled from the host tier.
         tokens: Tokens that are to be here in the end.
         parts: How many name this side, where there are no sources.
+        chunked: It may come in chunks, since the prefill side may have begun when this side asks.
     """
 
     request: str
@@ -114,6 +150,7 @@ class Load:
     first: int
     tokens: int
     parts: int = 1
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +183,23 @@ class Release:
     ticket: Ticket
     sources: tuple[str, ...]
     parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Tell when the decode side waits for a chunk, which is then worth offering (``Wanted``).
+
+    It ends with the ``Send`` or the ``Refusal`` of the same ticket, one of which follows.
+
+    Attributes:
+        request: vLLM's name of the request.
+        ticket: Names the transfer.
+        number: The chunk's.
+    """
+
+    request: str
+    ticket: Ticket
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,20 +261,22 @@ class Orders:
         fences: Numbers of ``Keep``s that read blocks which this step writes: they are to be over before.
         recalls: What to bring back from the host tier.
         keeps: What to copy there, once the step has computed.
+        watches: What to tell of, once it is waited for.
         sends: What to offer.
         queued: What will be fetched later.
         loads: What to fetch.
         releases: Whom to tell that nothing will be fetched.
         refusals: What will never be offered.
-        aborts: Requests, by vLLM's names, whose loads nobody waits for any more, or whose early sends.
+        aborts: Requests, by vLLM's names, whose loads nobody waits for any more, or whose sends so far.
         lost: Requests whose blocks were taken away while they are sent: that is to be over before the step.
-        held: Requests that are over, and whose blocks are held until their early send is, too.
+        held: Requests that are over, and whose blocks are held until what is being sent of them is, too.
     """
 
     reset: int | None = None
     fences: set[int] = field(default_factory=set)
     recalls: list[Recall] = field(default_factory=list)
     keeps: list[Keep] = field(default_factory=list)
+    watches: list[Watch] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     queued: list[Queued] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
@@ -237,5 +293,6 @@ class Orders:
     def __bool__(self) -> bool:
         """Whether a step is needed for it."""
         moves = self.sends or self.loads or self.recalls or self.keeps
-        told = self.queued or self.releases or self.refusals or self.aborts or self.lost or self.held
-        return bool(moves or told or self.reset is not None)
+        told = self.queued or self.watches or self.releases or self.refusals
+        over = self.aborts or self.lost or self.held
+        return bool(moves or told or over or self.reset is not None)

@@ -65,17 +65,24 @@ class Reports:
         self._waits: Counter[str] = Counter()
         #: And the blocks that hold nothing, of those that are.
         self._empty: dict[str, tuple[Blocks, ...]] = {}
-        #: Requests that are over and hold their blocks for an early send, and early sends that are over.
+        #: Sends of each request that are not over, and requests one of whose sends nobody read to the end.
+        self._sends: Counter[str] = Counter()
+        self._unread: set[str] = set()
+        #: Requests that are over and hold their blocks until their sends are, too.
         self._held: set[str] = set()
-        self._sent: dict[str, Ended] = {}
-        #: Requests whose early send is not to be told, as vLLM took their blocks.
+        #: Requests whose sends are not to be told, as vLLM took their blocks.
         self._lost: set[str] = set()
+        #: Those of both that have to be looked at.
+        self._changed: set[str] = set()
 
     def expect(self, orders: Orders) -> None:
         """These will end."""
         self._waits.update(name for name in orders.waited_for())
-        self._held.update(orders.held)
+        self._sends.update(send.request for send in orders.sends)
+        held = [*orders.held, *(send.request for send in orders.sends if send.ends)]
+        self._held.update(held)
         self._lost.update(orders.lost)
+        self._changed.update(held, orders.lost)
 
     def add(self, end: Ended) -> None:
         """One has."""
@@ -83,28 +90,39 @@ class Reports:
 
     def take(self) -> Outcome | None:
         """What came to an end since the last call; None where nothing did."""
-        if not self._ended and not (self._held and self._sent):
+        if not self._ended and not self._changed:
             return None
         found = Outcome()
         while self._ended:
             end = self._ended.popleft()
-            if not isinstance(end.order, Send):
-                self._loaded(end, end.order, found)
-            elif end.order.request in self._lost:
-                self._lost.discard(end.order.request)
-            elif end.order.early:
-                self._sent[end.order.request] = end
+            if isinstance(end.order, Send):
+                self._sent(end, end.order.request)
             else:
-                found.sent.add(end.order.request)
-                found.unsent += bool(end.failed)
-        for name in self._lost & self._sent.keys():
+                self._loaded(end, end.order, found)
+        for name in self._changed:
+            self._look(name, found)
+        self._changed.clear()
+        return found
+
+    def _sent(self, end: Ended, name: str) -> None:
+        self._sends[name] -= 1
+        if end.failed:
+            self._unread.add(name)
+        self._changed.add(name)
+
+    def _look(self, name: str, found: Outcome) -> None:
+        """Tell of a request that is over, as vLLM knows, once nothing of it is being sent any more."""
+        if self._sends[name]:
+            return
+        del self._sends[name]
+        if name in self._lost:
             self._lost.discard(name)
-            del self._sent[name]
-        for name in self._held & self._sent.keys():  # vLLM knows nothing of a send whose request goes on
+            self._unread.discard(name)
+        elif name in self._held:
             self._held.discard(name)
             found.sent.add(name)
-            found.unsent += bool(self._sent.pop(name).failed)
-        return found
+            found.unsent += name in self._unread
+            self._unread.discard(name)
 
     def _loaded(self, end: Ended, order: Load | Recall, found: Outcome) -> None:
         name, fetched = order.request, isinstance(order, Load)

@@ -12,7 +12,7 @@ from typing import Protocol
 from aiokv.integrations.vllm import keeping, leaving
 from aiokv.integrations.vllm.asking import Asking
 from aiokv.integrations.vllm.leaving import BlockIds, Leaving
-from aiokv.integrations.vllm.news import News
+from aiokv.integrations.vllm.news import News, Wanted
 from aiokv.integrations.vllm.orders import Blocks, Load, Orders, Queued, Release, listed
 from aiokv.integrations.vllm.params import Pull, pull_of
 
@@ -35,14 +35,12 @@ class SchedulerHalf:
 
     Attributes:
         leaving: As given.
-        follows: Whether it needs to know what is scheduled, and what is preempted.
     """
 
     def __init__(
         self, block_sizes: Sequence[int], leaving: Leaving, tier: keeping.Keeping | None = None
     ) -> None:
         self.leaving = leaving
-        self.follows = tier is not None or leaving.layerwise
         self._tier = tier
         self._block_sizes = tuple(block_sizes)
         #: What each request is to load that has not begun to, or was found to have nothing to; by request.
@@ -115,7 +113,11 @@ class SchedulerHalf:
             self._orders.releases.append(Release(pull.ticket, pull.sources, pull.parts))
             return
         held = self._listed(blocks, first, end)
-        self._orders.loads.append(Load(name, pull.ticket, pull.sources, held, first, end, pull.parts))
+        # Who was told how much there is asks when all of it is.
+        chunked = pull.tokens is None and bool(pull.sources) and pull.ticket.divisible
+        self._orders.loads.append(
+            Load(name, pull.ticket, pull.sources, held, first, end, pull.parts, chunked)
+        )
 
     # -- a request goes
 
@@ -149,6 +151,11 @@ class SchedulerHalf:
 
     # -- each step
 
+    @property
+    def follows(self) -> bool:
+        """Whether it needs to know what is scheduled in the next step, and what is preempted."""
+        return self._tier is not None or self.leaving.follows
+
     def scheduled(self, name: str, tokens: int, new: BlockIds) -> None:
         """A request computes in the step that is being put together; see ``Keeping.scheduled``."""
         self.leaving.scheduled(name, tokens, new[0] if new else (), self._orders)
@@ -170,12 +177,16 @@ class SchedulerHalf:
         return bool(self._orders) or (self._tier is not None and self._tier.pending)
 
     def reported(self, loaded: Iterable[str], news: Iterable[News] = ()) -> None:
-        """The workers reported that these loads are over, and what became of their host tiers."""
+        """The workers reported that these loads are over, and what else there is to be told."""
         self._loading.difference_update(loaded)
+        for each in news:
+            for change in each.changes:
+                if isinstance(change, Wanted):
+                    self.leaving.wanted(each.rank, change)
+            if self._tier is not None:
+                self._tier.told(each)
         if self._tier is None:
             return
-        for each in news:
-            self._tier.told(each)
         for name in loaded:
             self._tier.loaded(name)
 

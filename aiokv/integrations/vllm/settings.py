@@ -33,6 +33,7 @@ _OWN = (
     "host_tier_policy",
     "host_pool",
     "layerwise",
+    "chunks",
 )
 
 
@@ -70,6 +71,8 @@ class ConnectorSettings:
         host_tier_policy: What goes first there: ``"lru"`` or ``"arc"``.
         host_pool: Where a pool of this host is that its instances share, in place of a tier of their own.
         layerwise: The prefill side sends layers while it still computes those behind them.
+        chunks: The prefill side sends chunks of a prompt while it still computes those behind them, where the
+            decode side waits for them.
     """
 
     engine: Config
@@ -83,6 +86,7 @@ class ConnectorSettings:
     host_tier_policy: str = "lru"
     host_pool: str | None = None
     layerwise: bool = False
+    chunks: bool = True
 
     @classmethod
     def read(cls, extra: Mapping[str, object]) -> ConnectorSettings:
@@ -102,16 +106,13 @@ class ConnectorSettings:
         checks: dict[str, Callable[[Any], object]] = {
             **dict.fromkeys(("hold", "hold_at_most", "load_timeout"), seconds),
             "model": partial(_of, str, "a text"),
-            "layerwise": partial(_of, bool, "true or false"),
+            **dict.fromkeys(("layerwise", "chunks"), partial(_of, bool, "true or false")),
             "host_tier_policy": policy_named,
         }
         for name, check in checks.items():
             if name in own:
                 _named(name, check, own[name])
-        hold: Any = own.get("hold", _HOLD)
-        most: Any = own.setdefault("hold_at_most", max(hold, _HOLD_AT_MOST))
-        if most < hold:
-            raise ValueError(f"kv_connector_extra_config: hold_at_most={most} is less than hold={hold}")
+        _check_holds(own)
         reads: dict[str, Callable[[Any], object]] = {
             "decode_ranks": lambda value: whole(value, "it", 1),
             "router": _registration,
@@ -161,6 +162,13 @@ def behind(address: str, count: int) -> str:
 
 def _port(bind: str) -> int:
     return int(canonical(bind).rpartition(":")[2])
+
+
+def _check_holds(own: dict[str, Any]) -> None:
+    hold = own.get("hold", _HOLD)
+    most = own.setdefault("hold_at_most", max(hold, _HOLD_AT_MOST))
+    if most < hold:
+        raise ValueError(f"kv_connector_extra_config: hold_at_most={most} is less than hold={hold}")
 
 
 def _registration(value: object) -> Registration:

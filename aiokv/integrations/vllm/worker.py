@@ -13,22 +13,22 @@ import atexit
 import hashlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import Any
 
 from aiokv.blocking.thread import LoopThread
 from aiokv.device.cache import KVCache
-from aiokv.engine.arguments import Window
 from aiokv.engine.engine import TransferEngine
 from aiokv.engine.transfer import Offer
 from aiokv.errors import AiokvError
-from aiokv.integrations.vllm.news import Kept, Missed, News
-from aiokv.integrations.vllm.orders import Blocks, Keep, Load, Orders, Recall, Release, Send
+from aiokv.integrations.vllm.loading import Loading
+from aiokv.integrations.vllm.news import Change, Kept, Missed, News, Wanted
+from aiokv.integrations.vllm.orders import Blocks, Keep, Load, Orders, Recall, Send, Ticket, Watch
 from aiokv.integrations.vllm.renewing import Renewing
 from aiokv.integrations.vllm.reports import Ended, Outcome, Reports, blocks_of
-from aiokv.integrations.vllm.sending import Sending, Work, lasts, windows
+from aiokv.integrations.vllm.sending import Sending, Work
 from aiokv.integrations.vllm.settings import ConnectorSettings
 from aiokv.integrations.vllm.tiering import Tiering, tier_of
 from aiokv.offload.sharing.form import digest_of
@@ -80,8 +80,12 @@ class WorkerHalf:
         #: that no part of one means anything.
         self._unit = 1 if cache.device.kind == "cuda" else cache.layout.groups[0].block_size
         self._reports = Reports()
-        #: How to give up each load and recall under way; the loop's thread alone.
-        self._give_up: dict[tuple[str, type], Callable[[], object]] = {}
+        #: Recalls under way, by request; the loop's thread alone.
+        self._recalls: dict[str, asyncio.Task[Any]] = {}
+        #: Who waits until a chunk is asked for, by the chunk's ticket; the loop's thread alone.
+        self._watches: dict[Ticket, asyncio.Task[None]] = {}
+        #: Chunks that are asked for, not yet told.
+        self._wanted: deque[Wanted] = deque()
         #: The host tier; None where there is none.
         self._tiering: Tiering | None = None
         #: Tasks of orders under way; the loop's thread alone.
@@ -97,7 +101,9 @@ class WorkerHalf:
             raise
         self.address = self._engine.address
         self.digest = None if settings.host_pool is None else digest_of(cache.layout, weights)
-        self._sending = Sending(self._engine, settings, settings.decode_ranks or ranks, self._unit)
+        self._readers = settings.decode_ranks or ranks
+        self._sending = Sending(self._engine, settings, self._readers, self._unit)
+        self._loading = Loading(self._engine, settings, self._unit, self._tiering)
         self._renewing = Renewing(self._engine, settings.hold)
         # vLLM within the caller's process (``LLM``) just ends with it; peers are to be told all the same.
         atexit.register(self.close)
@@ -190,10 +196,13 @@ class WorkerHalf:
         return self._reports.take()
 
     def news(self) -> News | None:
-        """What changed in the host tier since the last call; None where nothing did. Never blocks."""
-        if self._tiering is None or not (changes := self._tiering.changes):
+        """What changed in the host tier, or is asked for, since the last call; None: nothing."""
+        changed = () if self._tiering is None else self._tiering.changes
+        if not changed and not self._wanted:
             return None
-        return News(self._rank, tuple(changes.popleft() for _ in range(len(changes))))
+        queues: list[deque[Any]] = [self._wanted, *([changed] if changed else [])]
+        found: list[Change] = [each.popleft() for each in queues for _ in range(len(each))]
+        return News(self._rank, tuple(found))
 
     def tier_statistics(self) -> TierStatistics | None:
         """What the host tier did so far; None where there is none."""
@@ -214,7 +223,7 @@ class WorkerHalf:
     async def _leave(self) -> None:
         self._renewing.close()
         await self._entered.aclose()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, *self._watches.values(), return_exceptions=True)
 
     def _begin(self, orders: Orders, stream: object | None) -> None:
         if orders.reset is not None and self._tiering is not None:
@@ -222,8 +231,11 @@ class WorkerHalf:
         for name in orders.aborts:
             # What was ordered just now begins in this turn of the loop.
             asyncio.get_running_loop().call_soon(self._abort, name)
+        for watch in orders.watches:
+            self._watches[watch.ticket] = asyncio.ensure_future(self._watch(watch))
         for send in orders.sends:
             if not send.early:
+                self._end_watch(send.ticket)
                 self._spawn(self._until_over(send, self._sending.send(send, stream)))
         for recall in orders.recalls:
             self._spawn(self._until_over(recall, self._recall(recall, stream)))
@@ -231,11 +243,12 @@ class WorkerHalf:
             self._renewing.begin(queued)
         for load in orders.loads:
             self._renewing.end(load.ticket)
-            self._spawn(self._until_over(load, self._load(load, stream)))
+            self._spawn(self._until_over(load, self._loading.load(load, stream)))
         for release in orders.releases:
             self._renewing.end(release.ticket)
-            self._spawn(self._release(release))
+            self._spawn(self._loading.release(release))
         for refusal in orders.refusals:
+            self._end_watch(refusal.ticket)
             self._spawn(self._sending.refuse(refusal))
 
     def _keep(self, keeps: Sequence[Keep], stream: object | None) -> None:
@@ -244,15 +257,31 @@ class WorkerHalf:
             self._tiering.keep(keep, stream)
 
     def _abort(self, name: str) -> None:
-        for kind in (Load, Recall, Send):
-            give_up = self._give_up.get((name, kind))
-            if give_up is not None:
-                give_up()
+        if name in self._recalls:
+            self._recalls[name].cancel()
+        self._loading.give_up(name)
+        self._sending.give_up(name)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, watch: Watch) -> None:
+        ticket = watch.ticket
+        try:
+            first = await self._engine.wanted(ticket.transfer, readers=self._readers, attempt=ticket.attempt)
+        except AiokvError as error:
+            _log.debug("transfer %s is not watched for: %s", ticket.transfer, error)
+        else:
+            self._wanted.append(Wanted(watch.request, watch.number, first))
+        finally:
+            self._watches.pop(ticket, None)
+
+    def _end_watch(self, ticket: Ticket) -> None:
+        task = self._watches.pop(ticket, None)
+        if task is not None:
+            task.cancel()
 
     async def _until_over(self, order: Send | Load | Recall, work: Work) -> None:
         """Do it, and report it once."""
@@ -266,7 +295,6 @@ class WorkerHalf:
         except Exception:  # noqa: BLE001 (what isn't reported holds the request for ever)
             _log.exception("the KV of request %s was not %s", order.request, what)
         finally:
-            self._give_up.pop((order.request, type(order)), None)
             self._reports.add(end)
 
     async def _prepare(self, orders: Orders, early: Sequence[Send]) -> list[Offer]:
@@ -275,13 +303,13 @@ class WorkerHalf:
             await self._tiering.over(orders.fences)
         begun = []
         for send in early:
+            self._end_watch(send.ticket)
             try:
                 offer = self._sending.begin(send)
             except (AiokvError, TypeError, ValueError) as error:
                 _log.warning("the KV of request %s is not sent to others: %s", send.request, error)
                 self._reports.add(Ended(send, send.blocks))
             else:
-                self._give_up[send.request, Send] = partial(offer.cancel, "the request was aborted")
                 self._spawn(self._until_over(send, self._sending.until_sent(send, offer)))
                 begun.append(offer)
         return begun
@@ -290,49 +318,11 @@ class WorkerHalf:
         task = asyncio.current_task()
         assert self._tiering is not None  # noqa: S101 (the scheduler's half recalls nothing else)
         assert task is not None  # noqa: S101
-        self._give_up[recall.request, Recall] = task.cancel
-        return await self._tiering.recall(recall, stream)
-
-    async def _load(self, load: Load, stream: object | None) -> tuple[int, tuple[Blocks, ...]]:
-        if self._tiering is not None:
-            await self._tiering.unread(load.blocks)
-        fetch = self._engine.fetch(
-            load.ticket.transfer,
-            windows(load.blocks),
-            sources=load.sources or None,
-            parts=None if load.sources else load.parts,
-            first_token=load.first // self._unit * self._unit,
-            tokens=-(-load.tokens // self._unit) * self._unit,
-            attempt=load.ticket.attempt,
-            deadline=lasts(load.ticket, self._settings.load_timeout),
-            stream=stream,
-        )
-        fetch.start()
-        self._give_up[load.request, Load] = partial(fetch.cancel, "the request was aborted")
-        await fetch.wait()
-        return fetch.progress.bytes_moved, ()
-
-    async def _release(self, release: Release) -> None:
-        """Fetch nothing: the other side then knows that it is done."""
-        nothing = [Window(0, ()) for _ in self._cache.layout.groups]
+        self._recalls[recall.request] = task
         try:
-            fetch = self._engine.fetch(
-                release.ticket.transfer,
-                nothing,
-                sources=release.sources or None,
-                parts=None if release.sources else release.parts,
-                tokens=0,
-                attempt=release.ticket.attempt,
-                deadline=self._settings.load_timeout,
-            )
-            fetch.start()
-            await fetch.wait()
-        except (AiokvError, TypeError, ValueError) as error:
-            _log.info(
-                "transfer %s: the other side holds it until its time is over: %s",
-                release.ticket.transfer,
-                error,
-            )
+            return await self._tiering.recall(recall, stream)
+        finally:
+            del self._recalls[recall.request]
 
 
 def _fingerprint(layout: CacheLayout) -> str:

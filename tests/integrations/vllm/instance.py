@@ -59,6 +59,8 @@ class Instance:
         self.scheduler._preempt_request = counted
         #: Layers that were told while those behind them were computed.
         self.layers = 0
+        #: Chunks that were sent before the last of their prompts.
+        self.chunks = 0
         if transfer and "tensor_parallel_size" not in options:  # else workers are processes of their own
             self.count_layers()
         #: Blocks of host memory, by hash, as a router that goes by KV events has them.
@@ -69,6 +71,13 @@ class Instance:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         worker = get_kv_transfer_group()._worker
+        begin = worker._sending.begin
+
+        def noted(send: Any) -> Any:
+            self.chunks += not send.last
+            return begin(send)
+
+        worker._sending.begin = noted
         written = worker.written
 
         def counted(layer: int, stream: Any) -> None:
@@ -144,6 +153,7 @@ class Instance:
             requests=sorted(self.scheduler.requests),
             preempted=self.preempted,
             layers=self.layers,
+            chunks=self.chunks,
             groups=len(self.scheduler.kv_cache_config.kv_cache_groups),
         )
 

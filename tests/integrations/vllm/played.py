@@ -141,7 +141,14 @@ class Played:
         settings = ConnectorSettings.read({"transports": ["tcp"], "load_timeout": 20, **extra})
         self.worker = WorkerHalf(KVCache.from_tensors(layout, tensors), settings, weights=named)
         tier = Keeping(Stretches(sizes, windows), events=events) if settings.keeps else None
-        leaving = Leaving(sizes, name, layerwise=settings.layerwise, hold=settings.hold)
+        kept = not any(windows)
+        leaving = Leaving(
+            sizes,
+            name,
+            layerwise=settings.layerwise and kept,
+            chunks=settings.chunks and kept,
+            hold=settings.hold,
+        )
         self.half = SchedulerHalf(sizes, leaving, tier)
         self.half.leaving.addresses = (self.worker.address,)
         if settings.host_pool is not None:

@@ -43,7 +43,7 @@ def told(left: Any, name: str = "t") -> tuple[dict[str, Any], dict[str, Any]]:
 def test_it_is_offered_in_the_step_that_computes_the_last_of_it(
     make: Make, played: ModuleType, budget: int, ahead: bool
 ) -> None:
-    left, right = pair(make, budget=budget, ahead=ahead)
+    left, right = pair(make, budget=budget, ahead=ahead, chunks=False)
     here, there = told(left)
     request = right.add("b", ASKED, 4, there)
     right.step()
@@ -132,7 +132,8 @@ def test_blocks_that_are_taken_away_are_quiet_before_they_are_written(
     assert all(request.answered == played.answer(each, 2) for each, request in ours)
     assert not any(left.users)
     assert not left.half.leaving._early
-    assert not left.worker._reports._sent
+    assert not left.worker._reports._sends
+    assert not left.worker._sending._courses
 
 
 def test_several_groups_wait_for_the_end(played: ModuleType) -> None:

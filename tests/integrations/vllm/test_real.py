@@ -42,10 +42,12 @@ def pair(real: ModuleType, model: str, alone: object) -> Iterator[tuple[Any, Any
     config = real.transfer("fail", transports=["cma", "tcp"], layerwise=True)
     with real.started(model, config, max_num_batched_tokens=96) as left:
         config = real.transfer(load_timeout=20)
-        with real.started(model, config, num_gpu_blocks_override=41, disable_log_stats=False) as right:
-            said = left.prefill([prompt(999, 10)])
-            left.addresses = said[0]["remote_addresses"]
-            right.answers([prompt(999, 10)], said)
+        options = {"num_gpu_blocks_override": 41, "long_prefill_token_threshold": 140}
+        with real.started(model, config, disable_log_stats=False, **options) as right:
+            for one, other in ((left, right), (right, left)):
+                said = one.prefill([prompt(999, 10)])
+                one.addresses = said[0]["remote_addresses"]
+                other.answers([prompt(999, 10)], said)
             yield left, right
 
 
@@ -94,6 +96,39 @@ def test_router_that_mints_ids(pair: tuple[Any, Any], alone: dict[str, list[list
     assert [right.over(name)["tokens"] for name in names] == alone["few"]
     assert left.state()["layers"] >= 4 * len(ids)
     assert not right.state()["layers"]
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_chunks_are_sent_before_the_last_is_computed(
+    pair: tuple[Any, Any], lone: Any, layerwise: bool
+) -> None:
+    """To a decode side that waits already; the prompts take seven steps, or nineteen."""
+    left, right = pair if layerwise else pair[::-1]
+    both = [(prompt(700 + number, 900), uuid.uuid4().hex) for number in range(2)]
+    where = {"do_remote_prefill": True, "remote_addresses": left.addresses}
+    names = [right.add(one, params={**where, "transfer_id": each}) for one, each in both]
+    right.until(lambda state: state["held"] == 8 * len(both))
+    before = left.state()["chunks"]
+    for one, each in both:
+        left.add(one, 1, {"do_remote_decode": True, "transfer_id": each})
+    found = [right.over(name)["tokens"] for name in names]
+    assert found == lone.answers([one for one, _ in both], [None] * len(both))
+    assert left.state()["chunks"] - before >= len(both)
+
+
+def test_aborted_between_chunks(pair: tuple[Any, Any], lone: Any) -> None:
+    """On either side: what is there is of use, and nothing is held."""
+    left, right = pair
+    both = [(prompt(800 + number, 900), uuid.uuid4().hex) for number in range(2)]
+    where = {"do_remote_prefill": True, "remote_addresses": left.addresses}
+    names = [right.add(one, params={**where, "transfer_id": each}) for one, each in both]
+    right.until(lambda state: state["held"] == 8 * len(both))
+    before = left.state()["chunks"]
+    behind = [left.add(one, 1, {"do_remote_decode": True, "transfer_id": each}) for one, each in both]
+    left.until(lambda state: state["chunks"] > before)
+    left.tell("abort", name=behind[0])
+    right.tell("abort", name=names[1])
+    assert right.over(names[0])["tokens"] == lone.answers([both[0][0]], [None])[0]
 
 
 def test_pushed(pair: tuple[Any, Any], alone: dict[str, list[list[int]]]) -> None:

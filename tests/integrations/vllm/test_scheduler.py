@@ -41,11 +41,21 @@ def test_a_load(half: SchedulerHalf) -> None:
     assert not half.orders()
     half.allocated(request, [[4, 5, 6, 7]], 68)
     half.allocated(request, [[4, 5, 6, 7]], 0)  # vLLM says so again once it is loaded
-    assert half.orders().loads == [Load("r", Ticket("t"), (THERE,), (Blocks(32, (5, 6, 7)),), 32, 100)]
+    load = Load("r", Ticket("t"), (THERE,), (Blocks(32, (5, 6, 7)),), 32, 100, chunked=True)
+    assert half.orders().loads == [load]
     assert not half.orders()
     half.reported(["r"])
     assert half.finished(request, [[4, 5, 6, 7]], complete=True) == (False, None)
     assert not half.orders()
+
+
+@pytest.mark.parametrize("more", [{"remote_tokens": 100}, {"push": True}, {"transfer_id": "x" * 250}])
+def test_what_comes_in_one(half: SchedulerHalf, more: dict[str, object]) -> None:
+    """It is known how much there is, the prefill side comes by itself, or its id is too long."""
+    request = pulling(**more)
+    half.allocated(request, [[4, 5, 6, 7]], half.matched(request, 0))
+    (load,) = half.orders().loads
+    assert not load.chunked
 
 
 def test_what_will_be_loaded_is_held_meanwhile(half: SchedulerHalf) -> None:

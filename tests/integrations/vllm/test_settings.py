@@ -26,6 +26,7 @@ def test_fields_of_both_kinds() -> None:
         ({"decode_ranks": 0}, "decode_ranks"),
         ({"model": 7}, "model"),
         ({"layerwise": "yes"}, "layerwise"),
+        ({"chunks": 1}, "chunks"),
         ({"host_tier": "64GB!"}, "host_tier: .*64GiB"),
         ({"host_tier": 0}, "host_tier"),
         ({"host_tier_policy": "fifo"}, "host_tier_policy: .*lru"),
