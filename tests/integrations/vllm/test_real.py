@@ -1,7 +1,7 @@
 """Real vLLMs, prefill and decode in processes of their own: answers are those of one vLLM alone.
 
 The prefill side computes in chunks of 96 tokens, so that most chunks bring no new block of 128, and sends
-layer by layer; the decode side has 40 blocks, so that requests are preempted, and sends afterwards.
+layer by layer; the decode side has 40 blocks, so that requests are preempted, and sends a chunk at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def pair(real: ModuleType, model: str, alone: object) -> Iterator[tuple[Any, Any
     config = real.transfer("fail", transports=["cma", "tcp"], layerwise=True)
     with real.started(model, config, max_num_batched_tokens=96) as left:
         config = real.transfer(load_timeout=20)
-        options = {"num_gpu_blocks_override": 41, "long_prefill_token_threshold": 140}
+        options = {"num_gpu_blocks_override": 41, "max_num_batched_tokens": 256}
         with real.started(model, config, disable_log_stats=False, **options) as right:
             for one, other in ((left, right), (right, left)):
                 said = one.prefill([prompt(999, 10)])
@@ -102,7 +102,7 @@ def test_router_that_mints_ids(pair: tuple[Any, Any], alone: dict[str, list[list
 def test_chunks_are_sent_before_the_last_is_computed(
     pair: tuple[Any, Any], lone: Any, layerwise: bool
 ) -> None:
-    """To a decode side that waits already; the prompts take seven steps, or nineteen."""
+    """To a decode side that waits already; the prompts take ten steps each, or four."""
     left, right = pair if layerwise else pair[::-1]
     both = [(prompt(700 + number, 900), uuid.uuid4().hex) for number in range(2)]
     where = {"do_remote_prefill": True, "remote_addresses": left.addresses}
