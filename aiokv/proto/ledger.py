@@ -25,7 +25,7 @@ from aiokv.proto.session import Session
 from aiokv.proto.settings import Settings
 from aiokv.proto.timers import Timers
 from aiokv.proto.transfers import Action, ActionKind, Key, Offering, Part, Transfer
-from aiokv.proto.waiting import Tombstone, Tombstones
+from aiokv.proto.waiting import Tombstones, stone_of
 
 __all__ = ["Ledger"]
 
@@ -243,7 +243,7 @@ class Ledger:
         if all(each.ended for each in transfer.parts) and not transfer.resolved:
             transfer.resolved = True
             self.transfers.pop((transfer.key, part.role), None)
-            self.tombstones.bury(transfer.key, part.role, _tombstone(transfer))
+            self.tombstones.bury(transfer.key, part.role, stone_of(transfer))
             self.act(ActionKind.RESOLVED, part)
 
     def lost(self, session: Session, error: AiokvError, *, certain: bool) -> None:
@@ -274,7 +274,7 @@ class Ledger:
             if part.state is State.DRAINING:
                 self._draining(part, now)
             elif now >= part.deadline:
-                text = f"transfer {part.transfer}: deadline passed at the {part.role}, {self._doing(part)}"
+                text = f"transfer {part.transfer}: {_passed(part)} at the {part.role}, {self._doing(part)}"
                 self.settle(part, Event.FAIL, DeadlineExceeded(text), "deadline")
             else:
                 self._timers.set(part.deadline, part)
@@ -338,24 +338,12 @@ class Ledger:
                 return f"{part.state.value}, {there}"
 
 
+def _passed(part: Part) -> str:
+    offering = part.transfer
+    if isinstance(offering, Offering) and part.state is State.OFFERED and part.deadline < offering.deadline:
+        return f"hold of {offering.hold / 1e9:g} s passed"
+    return "deadline passed"
+
+
 def _nobody(part: Part, before: State | None) -> None:
     """Is told of steps where nobody else is."""
-
-
-def _tombstone(transfer: Transfer) -> Tombstone:
-    match transfer.error:
-        case None:
-            reason = "ended"
-        case TransferAborted():
-            reason = "aborted"
-        case DeadlineExceeded():
-            reason = "deadline"
-        case _:
-            reason = "failed"
-    return Tombstone(
-        reason,
-        "landed" if transfer.error is None else f"ended: {transfer.said(transfer.error)}",
-        max(part.deadline for part in transfer.parts),
-        lives=frozenset(part.session.life for part in transfer.parts if part.session is not None),
-        quiet=not any(part.quarantined for part in transfer.parts),
-    )

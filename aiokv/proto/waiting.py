@@ -12,12 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from aiokv.errors import DeadlineExceeded, TransferAborted
 from aiokv.proto.messages import Abort, Grant, Offer, Role
 from aiokv.proto.session import Session
 from aiokv.proto.timers import Timers
-from aiokv.proto.transfers import Key
+from aiokv.proto.transfers import Key, Transfer
 
-__all__ = ["Parked", "Tombstone", "Tombstones", "Waiting", "Withdrawn"]
+__all__ = ["Parked", "Tombstone", "Tombstones", "Waiting", "Withdrawn", "stone_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -229,3 +230,25 @@ class Tombstones:
                 break
             del self._stones[first]
         return self._stones.get((key, role))
+
+
+def stone_of(transfer: Transfer) -> Tombstone:
+    """What is remembered of a transfer that is over."""
+    # Who was to have what didn't land may come until then, though it was held, or asked for, for less.
+    deadline = transfer.deadline if transfer.error else max(part.deadline for part in transfer.parts)
+    match transfer.error:
+        case None:
+            reason = "ended"
+        case TransferAborted():
+            reason = "aborted"
+        case DeadlineExceeded():
+            reason = "deadline"
+        case _:
+            reason = "failed"
+    return Tombstone(
+        reason,
+        "landed" if transfer.error is None else f"ended: {transfer.said(transfer.error)}",
+        deadline,
+        lives=frozenset(part.session.life for part in transfer.parts if part.session is not None),
+        quiet=not any(part.quarantined for part in transfer.parts),
+    )

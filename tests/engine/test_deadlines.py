@@ -294,7 +294,7 @@ def test_an_offer_is_held_for_who_says_that_he_will_come(world):
     for _ in range(5):
         world.consumer.loop.within(renew)
         world.wait(0.5)
-    world.failed(unwanted, DeadlineExceeded, "at the producer, waiting for GRANT from anybody")
+    world.failed(unwanted, DeadlineExceeded, "hold of 1 s passed at the producer, waiting for GRANT")
     world.landed(offer, world.consumer.fetch("t", world.producer))
     world.assert_quiet()
 

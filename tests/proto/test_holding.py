@@ -190,3 +190,16 @@ def test_a_consumer_may_not_be_told(net: Net, a: Member, b: Member) -> None:
     assert not b.faults
     with pytest.raises(RemoteProtocolError):
         b.table.receive(b.session(a), object(), net.now)  # type: ignore[arg-type]
+
+
+def test_who_comes_when_the_hold_is_over_is_told_so(net: Net, a: Member, b: Member) -> None:
+    """It would wait for an offer that doesn't come again, for as long as it can."""
+    most = 2 * net.settings.tombstone_ns / SECOND
+    a.offer("t", deadline=most, hold=HOLD)
+    a.offer("u", deadline=most)
+    wait(net, HOLD + net.settings.tombstone_ns / SECOND + 1)
+    fetch = b.fetch("t", [4, 5], sources=[a], deadline=60)
+    net.run()
+    assert fetch.resolved
+    assert isinstance(fetch.error, DeadlineExceeded)
+    assert "hold of 1 s passed" in str(fetch.error)
