@@ -63,6 +63,13 @@ class Asking:
         if question is not None:
             self._pool.forget(question[0])
 
+    def reset(self) -> None:
+        """The pool is emptied: what was asked before is not there, whatever is answered."""
+        for name, question in self._questions.items():
+            if question is not None:
+                self._pool.forget(question[0])
+                self._questions[name] = None
+
     def close(self) -> None:
         """Nothing is asked any more."""
         self._pool.close()

@@ -153,13 +153,13 @@ class Keeping:
     def _learn(self, request: Request, there: range) -> None:
         """These blocks of a request are in the pool, whoever stored them."""
         hashes, size = self._stretches.hashes(request.block_hashes), self._size
-        new: list[bytes] = []
+        new: set[bytes] = set()
         for rank in range(self._ranks):
-            new = self._residents.add(hashes[there.start : there.stop], rank) or new
+            new.update(self._residents.add(hashes[there.start : there.stop], rank))
         if self._changes is None or not new:
             return
         tokens = list(request.all_token_ids[: there.stop * size])
-        indices = [at for at in there if hashes[at] in set(new)]
+        indices = [at for at in there if hashes[at] in new]
         events = stored(hashes[: there.stop], None, size, tokens, indices)
         self._changes.extend(TierChange(event, request.lora_request) for event in events)
 
@@ -312,6 +312,8 @@ class Keeping:
         """
         self._resets += 1
         self._storing.clear()
+        if self.asking is not None:
+            self.asking.reset()
         self._tell_removed(self._residents.clear(), "reset")
         return self._resets, not self._recalls
 

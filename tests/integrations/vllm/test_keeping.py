@@ -209,3 +209,51 @@ def test_who_is_over_has_no_question(tier: Keeping) -> None:
     assert pool.said == {1: -1}
     tier.asking.close()
     assert not pool.open
+
+
+def test_what_was_there_before_a_reset_is_not_whatever_is_answered(tier: Keeping) -> None:
+    pool = Pool()
+    tier.asking = Asking(pool)
+    one, two = Request("one"), Request("two")
+    tier.arrived(one)
+    tier.arrived(two)
+    pool.said.update({1: 3, 2: 3})
+    assert tier.found(one, 0) == 3 * SIZE
+    tier.reset()
+    assert tier.found(one, 0) == tier.found(two, 0) == 0
+    assert pool.said == {2: -1}  # forgotten
+
+
+def test_what_others_stored_is_told_of_once_all_ranks_have_it() -> None:
+    tier, pool = Keeping(SIZE, 2, events=True), Pool()
+    tier.asking = Asking(pool)
+    tier.begun(Request("before"), [5, 6, 7])
+    orders = Orders()
+    tier.scheduled("before", 4, [], orders)
+    tier.told(News(1, (Kept(1, 1),)))  # one rank has the first already
+    one = Request("one")
+    assert tier.found(one, 0) is None
+    pool.said[1] = 2
+    assert tier.found(one, 0) == 2 * SIZE
+    changes = [change.event for change in tier.take_changes()]
+    assert [block for event in changes for block in event.hashes] == [b"a", b"b"]
+
+
+def test_long_prompts_in_a_pool_are_told_of_at_once() -> None:
+    """By sets of all blocks for each block it took seconds."""
+    looked = 0
+
+    class Hash(bytes):
+        def __hash__(self) -> int:
+            nonlocal looked
+            looked += 1
+            return super().__hash__()
+
+    tier, pool, count = Keeping(SIZE, events=True), Pool(), 500
+    tier.asking = Asking(pool)
+    hashes: list[bytes] = [Hash(number.to_bytes(4, "big")) for number in range(count)]
+    one = Request("one", all_token_ids=list(range(SIZE * count)), block_hashes=hashes)
+    assert tier.found(one, 0) is None
+    pool.said[1] = count
+    assert tier.found(one, 0) == SIZE * count
+    assert looked < 20 * count
