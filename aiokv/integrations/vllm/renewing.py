@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from aiokv.engine.engine import TransferEngine
-from aiokv.errors import AiokvError
+from aiokv.errors import AiokvError, CapacityError
 from aiokv.integrations.vllm.orders import Queued, Ticket
 
 __all__ = ["Renewing"]
@@ -93,6 +93,8 @@ class Renewing:
             ticket = queued.ticket
             try:
                 self._engine.renew(ticket.transfer, sources=queued.sources, attempt=ticket.attempt)
+            except CapacityError as error:  # for the moment
+                _log.debug("transfer %s can't be renewed now: %s", ticket.transfer, error)
             except (AiokvError, TypeError, ValueError) as error:  # as the fetch will find, which says so
                 _log.debug("transfer %s can't be renewed: %s", ticket.transfer, error)
                 del self._renewals[key]

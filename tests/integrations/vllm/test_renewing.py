@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from aiokv.errors import ClosedError
+from aiokv.errors import CapacityError, ClosedError
 from aiokv.integrations.vllm.orders import Queued, Ticket
 from aiokv.integrations.vllm.renewing import Renewing
 from aiokv.testing.virtual import VirtualLoop, VirtualTime
@@ -96,4 +96,14 @@ def test_what_cannot_be_said_is_left_to_the_fetch(world: World, error: Exception
     world.engine.error = error
     world.begin("t")
     world.wait(50)
+    assert world.loop.idle
+
+
+def test_what_there_is_no_room_for_now_is_said_later(world: World) -> None:
+    world.engine.error = CapacityError("too many peers")
+    ticket = world.begin("t")
+    assert world.wait(15) == 0
+    world.engine.error = None
+    assert world.wait(10) == 1
+    world.loop.within(world.renewing.end, ticket)
     assert world.loop.idle
