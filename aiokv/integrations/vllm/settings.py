@@ -104,7 +104,7 @@ class ConnectorSettings:
                 raise ValueError(f"kv_connector_extra_config has no field {name!r}{hint}")
         own = {name: extra[name] for name in _OWN if name in extra}
         checks: dict[str, Callable[[Any], object]] = {
-            **dict.fromkeys(("hold", "hold_at_most", "load_timeout"), seconds),
+            **dict.fromkeys(("hold", "hold_at_most", "load_timeout"), partial(seconds, what="it")),
             "model": partial(_of, str, "a text"),
             **dict.fromkeys(("layerwise", "chunks"), partial(_of, bool, "true or false")),
             "host_tier_policy": policy_named,

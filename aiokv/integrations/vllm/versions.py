@@ -15,7 +15,7 @@ _NAMED = " and ".join(SUPPORTED)
 
 
 def check_version(version: str) -> None:
-    """Refuse a vLLM that is too old; of one that is newer, or says of itself nothing but "dev", warn.
+    """Refuse a vLLM that is too old; of one that is newer, or doesn't say what it is, warn.
 
     A newer one may well call a connector as those before it did. Where it doesn't, and that can be told,
     ``check_complete`` and the import of what is gone refuse it.
@@ -27,7 +27,8 @@ def check_version(version: str) -> None:
         ImportError: It is older than those that are supported.
     """
     found = re.match(r"(\d+)\.(\d+)", version)
-    release = found and (int(found[1]), int(found[2]))
+    # A vLLM that was built without its tags calls itself 0.1.dev1+g0123abc, whatever it is.
+    release = None if version.startswith("0.1.dev") else found and (int(found[1]), int(found[2]))
     oldest, newest = (tuple(map(int, each.split("."))) for each in (SUPPORTED[0], SUPPORTED[-1]))
     if release and release < oldest:
         raise ImportError(f"AioKVConnector is made for vLLM {_NAMED}; this is {version}, which is older")

@@ -227,7 +227,7 @@ def test_what_was_there_before_a_reset_is_not_whatever_is_answered(tier: Keeping
 def test_what_others_stored_is_told_of_once_all_ranks_have_it() -> None:
     tier, pool = Keeping(SIZE, 2, events=True), Pool()
     tier.asking = Asking(pool)
-    tier.begun(Request("before"), [5, 6, 7])
+    tier.begun(Request("before"), [[5, 6, 7]])
     orders = Orders()
     tier.scheduled("before", 4, [], orders)
     tier.told(News(1, (Kept(1, 1),)))  # one rank has the first already

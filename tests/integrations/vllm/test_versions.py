@@ -21,7 +21,7 @@ def test_older_ones_are_refused(version: str) -> None:
         check_version(version)
 
 
-@pytest.mark.parametrize("version", ["0.34.0", "0.100.0", "1.0.0", "dev"])
+@pytest.mark.parametrize("version", ["0.34.0", "0.100.0", "1.0.0", "dev", "0.1.dev1+g0123abc"])
 def test_with_newer_and_unknown_ones_it_warns(version: str, caplog: pytest.LogCaptureFixture) -> None:
     check_version(version)
     (record,) = caplog.records
