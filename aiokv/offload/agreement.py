@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -96,17 +95,27 @@ async def _step(going: Coroutine[Any, Any, int]) -> AsyncGenerator[int, None]:
 
 
 async def _left(going: Coroutine[Any, Any, int]) -> None:
-    task = asyncio.ensure_future(going)
-    task.cancel()
-    await asyncio.wait([task])
+    if (cancelled := await _given_up(asyncio.ensure_future(going))) is not None:
+        raise cancelled
 
 
 async def _awaited(task: asyncio.Task[int]) -> int:
     try:
         return await task
     except asyncio.CancelledError:
-        task.cancel()  # it knows already, unless whoever waits was cancelled before it did
-        while not task.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([task])
+        await _given_up(task)  # it knows already, unless whoever waits was cancelled before it did
         raise
+
+
+async def _given_up(task: asyncio.Task[int]) -> asyncio.CancelledError | None:
+    """Cancel a task and wait until it is over, also when this is cancelled meanwhile, which it then gives."""
+    task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not task.cancelled():
+        task.exception()  # seen: it would be logged else
+    return cancelled

@@ -67,10 +67,10 @@ class BegunSteps(AsyncGenerator[T, None]):
         self._leave = leave
         self._ran = False
 
-    def asend(self, value: None) -> Coroutine[Any, Any, T]:
+    async def asend(self, value: None) -> T:
         """Go on, as of any asynchronous generator."""
         self._ran = True
-        return self._going.asend(value)
+        return await self._going.asend(value)
 
     async def athrow(self, *error: Any) -> T:  # noqa: ANN401
         """Raise within, as of any asynchronous generator."""

@@ -18,6 +18,8 @@ from aiokv.errors import (
     LocalProtocolError,
     PeerLostError,
 )
+from aiokv.offload.agreement import at_once
+from aiokv.offload.begun import Begun
 from aiokv.ranks import RankGroup
 from aiokv.testing.ranks import MemoryRanks
 from aiokv.testing.tiers import Kit, names, tier_on
@@ -173,6 +175,37 @@ async def test_a_call_that_is_cancelled_before_its_task_ran_is_entered(seed: int
         assert not isinstance(other, DeadlineExceeded | PeerLostError)
         kept = await on_all(kits, lambda kit: kit.tier.store(names("d", 6), list(range(6))))
         assert kept == [6, 6]
+
+
+@pytest.mark.asyncio
+async def test_steps_that_are_left_are_left_once_they_are_quiet() -> None:
+    """However often whoever leaves them is cancelled meanwhile."""
+    waiter, seen = asyncio.get_running_loop().create_future(), []
+
+    async def going() -> int:
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            seen.append("quiet")
+            raise
+
+    steps = at_once(Begun(going()))
+
+    async def leave() -> None:
+        try:
+            await steps.aclose()
+        finally:
+            seen.append("left")
+
+    task = asyncio.ensure_future(leave())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == ["quiet", "left"]
 
 
 @pytest.mark.asyncio

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 
 import pytest
 
 from aiokv.errors import DeviceError
-from aiokv.offload.begun import Begun
+from aiokv.offload.begun import Begun, BegunSteps
 
 
 @pytest.mark.asyncio
@@ -63,3 +64,28 @@ def test_closed_it_is_over() -> None:
     begun.close()
     with pytest.raises(RuntimeError, match="already"):
         begun.send(None)
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_was_cancelled_before_it_ran_is_none() -> None:
+    seen: list[str] = []
+
+    async def steps() -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+        finally:
+            seen.append("left by itself")
+
+    async def leave() -> None:
+        seen.append("left")
+
+    begun = BegunSteps(steps(), leave)
+    task = asyncio.ensure_future(begun.asend(None))
+    task.cancel()
+    await asyncio.wait([task])
+    await begun.aclose()
+    assert seen == ["left"]
+    run = BegunSteps(steps(), leave)
+    assert await asyncio.ensure_future(run.asend(None)) == 1
+    await run.aclose()
+    assert seen == ["left", "left by itself"]
