@@ -58,7 +58,10 @@ def _show(pool: HostPool, host: str, port: int) -> Callable[[], None]:
 
     registry = CollectorRegistry()
     exporter = PoolExporter(pool, registry)
-    server, thread = start_http_server(port, host, registry)
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        raise OSError(f"--metrics {host}:{port}: {error}") from error
     print(f"metrics: http://{host}:{server.server_port}/metrics", flush=True)
 
     def end() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -25,3 +26,14 @@ def test_what_can_not_be_had_is_one_sentence(tmp_path: Path, capsys: pytest.Capt
         error = capsys.readouterr().err
         assert error.startswith("failed: ") and word in error
         assert error.count("\n") == 1
+
+
+def test_metrics_where_somebody_listens_already(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("prometheus_client")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main([str(tmp_path / "pool"), "--capacity", "1MiB", "--metrics", address]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"failed: --metrics {address}: ")
+    assert not (tmp_path / "pool").exists()
