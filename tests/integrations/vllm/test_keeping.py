@@ -225,7 +225,7 @@ def test_what_was_there_before_a_reset_is_not_whatever_is_answered(tier: Keeping
 
 
 def test_what_others_stored_is_told_of_once_all_ranks_have_it() -> None:
-    tier, pool = Keeping(SIZE, 2, events=True), Pool()
+    tier, pool = Keeping(Stretches([SIZE]), 2, events=True), Pool()
     tier.asking = Asking(pool)
     tier.begun(Request("before"), [[5, 6, 7]])
     orders = Orders()
@@ -249,7 +249,7 @@ def test_long_prompts_in_a_pool_are_told_of_at_once() -> None:
             looked += 1
             return super().__hash__()
 
-    tier, pool, count = Keeping(SIZE, events=True), Pool(), 500
+    tier, pool, count = Keeping(Stretches([SIZE]), events=True), Pool(), 500
     tier.asking = Asking(pool)
     hashes: list[bytes] = [Hash(number.to_bytes(4, "big")) for number in range(count)]
     one = Request("one", all_token_ids=list(range(SIZE * count)), block_hashes=hashes)
