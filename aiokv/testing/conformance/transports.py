@@ -239,6 +239,10 @@ async def lost_in_the_middle(kit: TransportKit) -> None:
     else:
         path.producer_end.close()
     await _lost(path.end)
+    writing = None if part.one_sided else path.end.forget(part.id)
+    if writing is not None:  # what a device has begun it ends, here too
+        with contextlib.suppress(DeviceError):
+            await done(kit, writing, path.end)
     before = path.consumer.copy_of_memory()
     told = part.arrived
     with _raises(PeerLostError):
