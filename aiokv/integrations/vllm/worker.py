@@ -232,6 +232,7 @@ class WorkerHalf:
             # What was ordered just now begins in this turn of the loop.
             asyncio.get_running_loop().call_soon(self._abort, name)
         for watch in orders.watches:
+            self._end_watch(watch.ticket)  # of another request by the same id
             self._watches[watch.ticket] = asyncio.ensure_future(self._watch(watch))
         for send in orders.sends:
             if not send.early:
@@ -276,7 +277,8 @@ class WorkerHalf:
         else:
             self._wanted.append(Wanted(watch.request, watch.number, first))
         finally:
-            self._watches.pop(ticket, None)
+            if self._watches.get(ticket) is asyncio.current_task():
+                del self._watches[ticket]
 
     def _end_watch(self, ticket: Ticket) -> None:
         task = self._watches.pop(ticket, None)

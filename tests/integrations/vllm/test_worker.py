@@ -6,6 +6,7 @@ as vLLM does, so that a report which comes too early is found by what then stand
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import threading
@@ -19,6 +20,7 @@ import torch
 from aiokv.device.cache import KVCache
 from aiokv.integrations.vllm.layout import Group, cache_layout
 from aiokv.integrations.vllm.leaving import Leaving
+from aiokv.integrations.vllm.orders import Orders, Refusal, Ticket, Watch
 from aiokv.integrations.vllm.reports import Outcome
 from aiokv.integrations.vllm.scheduler import SchedulerHalf
 from aiokv.integrations.vllm.settings import ConnectorSettings
@@ -341,3 +343,23 @@ def test_after_it_was_closed_everything_is_reported(pair: tuple[Played, Played])
     left.worker.close()
     until_quiet(left)
     assert right.loaded == {"b": set(right.blocks["b"])}
+
+
+def test_what_two_watch_for_is_watched_for_once(pair: tuple[Played, Played]) -> None:
+    """Two requests by one id, as where somebody tries again: nothing is left of either."""
+    left, _ = pair
+
+    async def turns() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    for name in ("a", "b"):
+        left.worker.carry_out(Orders(watches=[Watch(name, Ticket("t"), 0)]))
+        left.worker._thread.run(turns())
+    core = left.worker._engine._core
+    assert core is not None
+    assert core._watching
+    left.worker.carry_out(Orders(refusals=[Refusal(Ticket("t"))]))
+    left.worker._thread.run(turns())
+    assert not core._watching
+    assert not left.worker._watches
