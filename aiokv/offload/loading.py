@@ -91,17 +91,20 @@ class Loading:
         count = min(len(batch.places) - at, len(places) - index)
         if batch.stopped:
             return 0
-        if batch.places[at : at + count] == places[index : index + count]:
-            same = np.ones(count, np.bool_)
-        else:
-            same = np.array(batch.places[at : at + count]) == np.array(places[index : index + count])
-        for theirs, ours, ratio in zip(batch.blocks, wanted.blocks, self._ratios, strict=True):
-            equal = (
-                theirs.ids[at * ratio : (at + count) * ratio]
-                == ours.ids[index * ratio : (index + count) * ratio]
+        theirs, ours = batch.places[at : at + count], places[index : index + count]
+        pairs = [
+            (
+                other.ids[at * ratio : (at + count) * ratio],
+                listed.ids[index * ratio : (index + count) * ratio],
             )
-            same &= equal if ratio == 1 else equal.reshape(count, ratio).all(axis=1)
-        return count if same.all() else int(same.argmin())
+            for other, listed, ratio in zip(batch.blocks, wanted.blocks, self._ratios, strict=True)
+        ]
+        if theirs == ours and all(np.array_equal(*pair) for pair in pairs):
+            return count
+        same = np.array(theirs) == np.array(ours)
+        for one, other in pairs:
+            same &= (one == other).reshape(count, -1).all(axis=1)
+        return int(same.argmin())
 
 
 def _lasts(listed: GroupBlocks, ratio: int, lo: int, hi: int | None) -> Offsets:

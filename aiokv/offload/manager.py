@@ -135,8 +135,11 @@ class BlockTable:
         """
         if len(set(keys)) != len(keys):
             raise ValueError("a hash stands twice in one lookup")
-        # Up to the first that isn't there.
-        found = Places(cast("Iterable[int]", iter(map(self._places.get, keys).__next__, None)))
+        get = self._places.get
+        places = [] if not keys or get(keys[0]) is None else list(map(get, keys))
+        if None in places:
+            del places[places.index(None) :]
+        found = Places(cast("list[int]", places))
         self.pin(found)
         if found:
             self._judges.used(found, hit=True)

@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 import numpy as np
 
+from aiokv.offload.places import array_of
 from aiokv.offload.policies.base import Key
 
 __all__ = ["IdleHeap", "Lru"]
@@ -39,7 +40,7 @@ class IdleHeap:
         """They were used now; a time of the caller's own, which never goes back."""
         times = self.times
         if len(blocks) > _MANY:
-            where = np.array(blocks, dtype=np.int64)
+            where = array_of(blocks)
             self._grow(int(where.max()) + 1)
             np.frombuffer(times, np.int64)[where] = now
             return
