@@ -100,12 +100,16 @@ class Shares:
         self._go_on(writing)
 
     def there(self, digests: Sequence[bytes], keys: Sequence[bytes]) -> int:
-        """How long the prefix is that the guests of each of these digests can load. Changes nothing."""
+        """How long the prefix is that guests of each of these digests can load. Changes nothing.
+
+        Those that can use the most count. One that can use less, as it has only just come, or may pin no
+        more, finds less when it looks it up; nobody else is to find less for it.
+        """
         count = len(keys)
         for digest in dict.fromkeys(digests):
             limits = [guest.limit for guest in self.guests if guest.there and guest.digest == digest]
             names = [digest + key for key in keys[:count]]
-            count = self.table.readable(names, min(limits, default=self.table.capacity))
+            count = self.table.readable(names, max(limits, default=self.table.capacity))
         return count
 
     # -- what guests say

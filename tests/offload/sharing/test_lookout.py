@@ -118,6 +118,10 @@ async def test_what_is_being_written_or_can_not_be_used_is_not_there(tmp_path: P
         guest.limit, limit = 2, guest.limit
         assert await asked(out, names("a", 3)) == 2
         guest.limit = limit
+        async with tier_on("host", seed, pool=path):
+            newest = list(pool.shares.guests)[-1]
+            newest.limit = 0  # it has yet to map what there is
+            assert await asked(out, names("a", 3)) == 3
         out.close()
 
 
