@@ -58,11 +58,12 @@ def _show(pool: HostPool, host: str, port: int) -> Callable[[], None]:
 
     registry = CollectorRegistry()
     exporter = PoolExporter(pool, registry)
+    shown = f"[{host}]" if ":" in host else host
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
-        raise OSError(f"--metrics {host}:{port}: {error}") from error
-    print(f"metrics: http://{host}:{server.server_port}/metrics", flush=True)
+        raise OSError(f"--metrics {shown}:{port}: {error}") from error
+    print(f"metrics: http://{shown}:{server.server_port}/metrics", flush=True)
 
     def end() -> None:
         server.shutdown()
