@@ -32,7 +32,7 @@ def test_callers_see_only_what_they_may_call(kind: type) -> None:
         "transfer_id",
         "wait",
     }
-    own = {aiokv.Offer: {"layer_ready"}, aiokv.Fetch: {"layer", "layer_ordered", "layers"}}[kind]
+    own = {aiokv.Offer: {"layer_ready"}, aiokv.Fetch: {"layer", "layer_ordered", "layers", "more"}}[kind]
     assert {name for name in dir(kind) if not name.startswith("_")} == both | own
 
 
