@@ -1,15 +1,21 @@
-"""The scheduler's side of a pool that others share: what they stored is asked for, once for each request.
+"""The scheduler's side of a pool that others share: what they stored is asked for when a request comes.
 
 What this instance stored is known from its own workers, and so is what goes from the pool, whoever stored
-it. So there is something to ask only where a prompt is longer than what is known to be there.
+it. So there is something to ask only where a prompt is longer than what is known to be there. Who has waited
+in the queue since is asked for once more: blocks may have come, and gone, meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 __all__ = ["Asking", "Pool"]
+
+#: Seconds for which an answer is worth something.
+_FRESH_S = 1.0
 
 
 class Pool(Protocol):
@@ -28,46 +34,64 @@ class Pool(Protocol):
         """Nothing is asked any more."""
 
 
+class _Question(NamedTuple):
+    """The pool's number of it, the first block that it is about, and until when an answer is of use."""
+
+    number: int
+    first: int
+    until: float
+
+
 class Asking:
     """The questions of one instance.
 
     Args:
         pool: Whom to ask; closed with this.
+        clock: Seconds of a clock that never goes back.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool = pool
-        #: Of each request: the number of its question, and its first block; None once it was answered.
-        self._questions: dict[str, tuple[int, int] | None] = {}
+        self._clock = clock
+        #: Of each request; None once it was answered.
+        self._questions: dict[str, _Question | None] = {}
 
     def begin(self, name: str, hashes: Sequence[bytes], first: int) -> None:
         """Ask for a request's blocks from ``first`` on, if there are any and that was not done before."""
         if first < len(hashes) and name not in self._questions:
-            self._questions[name] = self._pool.ask(hashes[first:]), first
+            self._questions[name] = _Question(self._pool.ask(hashes[first:]), first, self._clock() + _FRESH_S)
 
-    def found(self, name: str) -> range | None:
-        """Which of a request's blocks turned out to be there, said once; None: not known yet."""
+    def found(self, name: str, hashes: Sequence[bytes], first: int) -> range | None:
+        """Which of a request's blocks turned out to be there, said once; None: not known yet.
+
+        Args:
+            name: The request.
+            hashes: Its blocks.
+            first: The first that isn't known to be there now.
+        """
         question = self._questions.get(name)
         if question is None:
             return range(0)
-        number, first = question
-        count = self._pool.answer(number)
+        count = self._pool.answer(question.number)
+        if count is not None and self._clock() > question.until:
+            question = self._questions[name] = _Question(self._pool.ask(hashes[first:]), first, math.inf)
+            count = self._pool.answer(question.number)
         if count is None:
             return None
         self._questions[name] = None
-        return range(first, first + count)
+        return range(question.first, question.first + count)
 
     def forget(self, name: str) -> None:
         """A request is over."""
         question = self._questions.pop(name, None)
         if question is not None:
-            self._pool.forget(question[0])
+            self._pool.forget(question.number)
 
     def reset(self) -> None:
         """The pool is emptied: what was asked before is not there, whatever is answered."""
         for name, question in self._questions.items():
             if question is not None:
-                self._pool.forget(question[0])
+                self._pool.forget(question.number)
                 self._questions[name] = None
 
     def close(self) -> None:

@@ -141,7 +141,7 @@ class Keeping:
         end = self._residents.prefix(hashes, first)
         if self.asking is not None:
             self.asking.begin(request.request_id, hashes, end)
-            there = self.asking.found(request.request_id)
+            there = self.asking.found(request.request_id, hashes, end)
             if there is None:
                 return None
             self._learn(request, there)

@@ -172,7 +172,7 @@ class Pool:
 
 def test_what_others_stored_is_asked_for_once(tier: Keeping) -> None:
     pool = Pool()
-    tier.asking = Asking(pool)
+    tier.asking = Asking(pool, clock=lambda: 0.0)
     one = Request("one")
     tier.arrived(one)
     tier.arrived(Request("short", block_hashes=[]))
@@ -202,7 +202,7 @@ def test_what_others_stored_is_asked_for_once(tier: Keeping) -> None:
 
 def test_who_is_over_has_no_question(tier: Keeping) -> None:
     pool = Pool()
-    tier.asking = Asking(pool)
+    tier.asking = Asking(pool, clock=lambda: 0.0)
     tier.arrived(Request("one"))
     tier.finished("one")
     tier.finished("one")
@@ -213,7 +213,7 @@ def test_who_is_over_has_no_question(tier: Keeping) -> None:
 
 def test_what_was_there_before_a_reset_is_not_whatever_is_answered(tier: Keeping) -> None:
     pool = Pool()
-    tier.asking = Asking(pool)
+    tier.asking = Asking(pool, clock=lambda: 0.0)
     one, two = Request("one"), Request("two")
     tier.arrived(one)
     tier.arrived(two)
@@ -226,7 +226,7 @@ def test_what_was_there_before_a_reset_is_not_whatever_is_answered(tier: Keeping
 
 def test_what_others_stored_is_told_of_once_all_ranks_have_it() -> None:
     tier, pool = Keeping(Stretches([SIZE]), 2, events=True), Pool()
-    tier.asking = Asking(pool)
+    tier.asking = Asking(pool, clock=lambda: 0.0)
     tier.begun(Request("before"), [[5, 6, 7]])
     orders = Orders()
     tier.scheduled("before", 4, [], orders)
@@ -250,10 +250,34 @@ def test_long_prompts_in_a_pool_are_told_of_at_once() -> None:
             return super().__hash__()
 
     tier, pool, count = Keeping(Stretches([SIZE]), events=True), Pool(), 500
-    tier.asking = Asking(pool)
+    tier.asking = Asking(pool, clock=lambda: 0.0)
     hashes: list[bytes] = [Hash(number.to_bytes(4, "big")) for number in range(count)]
     one = Request("one", all_token_ids=list(range(SIZE * count)), block_hashes=hashes)
     assert tier.found(one, 0) is None
     pool.said[1] = count
     assert tier.found(one, 0) == SIZE * count
     assert looked < 20 * count
+
+
+def test_who_has_waited_is_asked_for_once_more(tier: Keeping) -> None:
+    """Under load requests wait for long, and others store, and evict, meanwhile."""
+    pool, now = Pool(), [0.0]
+    tier.asking = Asking(pool, clock=lambda: now[0])
+    one, two = Request("one"), Request("two")
+    tier.arrived(one)
+    tier.arrived(two)
+    pool.said.update({1: 0, 2: 3, 3: 2, 4: 0})
+    now[0] = 5.0
+    assert tier.found(one, 0) == 2 * SIZE
+    assert tier.found(two, 0) == 2 * SIZE
+    assert pool.asked[2:] == [[b"a", b"b", b"c"], [b"c"]]
+    # That is the last time, however long the answer takes.
+    three = Request("three")
+    tier.arrived(three)
+    now[0] = 10.0
+    pool.said[5] = 1
+    assert tier.found(three, 0) is None
+    now[0] = 20.0
+    pool.said[6] = 0
+    assert tier.found(three, 0) == 2 * SIZE
+    assert len(pool.asked) == 6
