@@ -96,6 +96,9 @@ class Loading:
                     "request %s: the other side has %d of %d tokens", load.request, first, load.tokens
                 )
                 return moved, self._behind(load, first)
+            if loop.time() >= until:  # a fetch may be quicker than the least that it gets
+                _log.warning("request %s was loaded up to token %d in its time", load.request, first)
+                return moved, self._behind(load, first)
 
     def _fetch(self, load: Load, number: int, first: int, seconds: float, stream: object | None) -> Fetch:
         ticket = load.ticket.chunk(number)
