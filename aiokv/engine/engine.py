@@ -564,9 +564,8 @@ class TransferEngine:
         """Wait until something that isn't offered yet is waited for, by all who will fetch it.
 
         What they ask for is then only to be offered, as much of it as there is: they take what they find,
-        and come for the rest if there is ``more``. Who asks for a certain number of ``tokens`` doesn't, so
-        that this goes on; who has all of it already counts. Give it up (by cancelling) where it is offered
-        all the same.
+        and come for the rest if there is ``more``. With one who asks for a certain number of ``tokens`` this
+        goes on. Give it up (by cancelling) where it is offered all the same.
 
         Args:
             tid: Transfer id.

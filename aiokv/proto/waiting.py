@@ -74,13 +74,13 @@ class Waiting:
     def wanted(self, key: Key, readers: int) -> int:
         """From which token on the readers of something want it, if all of them wait; -1: they don't.
 
-        Who wants a certain number of tokens doesn't, and those to whom it has nothing to give do.
+        Who asks for a certain number of tokens doesn't, be it none.
         """
-        grants = [each.message for each in self._parked.get((key, "consumer"), ())]
-        asked = [grant for grant in grants if isinstance(grant, Grant) and grant.link]
-        if len(grants) < readers or any(grant.tokens >= 0 for grant in asked):
+        parked = self._parked.get((key, "consumer"), ())
+        grants = [each.message for each in parked if isinstance(each.message, Grant)]
+        if len(grants) < readers or any(grant.tokens >= 0 for grant in grants):
             return -1
-        return min((grant.first_token for grant in asked), default=-1)
+        return min((grant.first_token for grant in grants), default=-1)
 
     def sessions(self, key: Key, sender: Role) -> list[Session]:
         """Whose requests wait for this."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from aiokv.proto.layout import CacheLayout
@@ -53,6 +54,21 @@ def test_grants_and_offers_of_one_id_are_apart(waiting: Waiting) -> None:
     waiting.park(peer, grant(attempt=1), "consumer", 50)
     assert [type(parked.message) for parked in waiting.claim(KEY, "producer")] == [Offer]
     assert len(waiting) == 2
+
+
+def test_something_is_wanted_by_all_who_take_what_there_is(waiting: Waiting) -> None:
+    """Also by those to whom others give what they need: of ranks that have the same heads one is asked."""
+    came = []
+    waiting.came = came.append
+    assert waiting.wanted(KEY, 1) == -1
+    waiting.park(session("memory://first"), msgspec.structs.replace(grant(), first_token=9), "consumer", 50)
+    assert (waiting.wanted(KEY, 1), waiting.wanted(KEY, 2)) == (9, -1)
+    nothing = msgspec.structs.replace(grant(), first_token=7, link="", link_id=b"")
+    waiting.park(session("memory://second"), nothing, "consumer", 50)
+    assert waiting.wanted(KEY, 2) == 7
+    assert came == [KEY, KEY]
+    waiting.park(session("memory://third"), msgspec.structs.replace(grant(), tokens=0), "consumer", 50)
+    assert waiting.wanted(KEY, 2) == -1
 
 
 def test_it_is_known_of_whom_something_waits(waiting: Waiting) -> None:

@@ -174,9 +174,9 @@ class AioKVConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return None if worker is None else Address(worker.address, worker.digest)
 
     def handle_preemptions(self, kv_connector_metadata: Metadata) -> None:
-        """Before a step writes anything: nobody may be reading what it writes to."""
+        """Before a step writes anything: nobody may be reading what it writes to; and begin to send."""
         if self._worker is not None:
-            self._worker.before(kv_connector_metadata.orders)
+            self._worker.before(kv_connector_metadata.orders, reading.compute_stream)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Begin what the scheduler ordered in this step."""

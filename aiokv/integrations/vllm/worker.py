@@ -139,12 +139,13 @@ class WorkerHalf:
     # -- vLLM's thread
 
     def carry_out(self, orders: Orders, stream: object | None = None) -> None:
-        """Begin what was ordered. Never blocks.
+        """Begin what was ordered, but for what ``before`` does. Never blocks.
+
+        vLLM calls it when the model's work of this step is enqueued.
 
         Args:
             orders: Of one step.
-            stream: The stream that the model computes on: blocks are read after what is enqueued there now,
-                and written after it, too.
+            stream: The stream that the model computes on: blocks are written after what is enqueued there.
         """
         if not orders:
             return
@@ -152,10 +153,9 @@ class WorkerHalf:
         try:
             self._thread.post(self._begin, orders, stream)
         except RuntimeError:  # closed: nothing will ever be moved
-            left: list[Send | Load | Recall] = [*orders.sends, *orders.loads, *orders.recalls]
+            left: list[Load | Recall] = [*orders.loads, *orders.recalls]
             for order in left:
-                if not (isinstance(order, Send) and order.early):
-                    self._reports.add(Ended(order, blocks_of(order)))
+                self._reports.add(Ended(order, blocks_of(order)))
             if self._tiering is not None:
                 self._tiering.changes.extend(Missed(recall.request) for recall in orders.recalls)
 
@@ -167,18 +167,24 @@ class WorkerHalf:
         except RuntimeError:  # closed
             self._tiering.changes.extend(Kept(keep.number, 0) for keep in keeps)
 
-    def before(self, orders: Orders) -> None:
-        """Before a step: wait until nobody reads what it writes, and begin to send what it computes.
+    def before(self, orders: Orders, stream: Callable[[], object | None] = lambda: None) -> None:
+        """Before a step: wait until nobody reads what it writes, and begin to send what there is, or will be.
 
-        Such blocks are rarely read; else it never blocks, or for 50 us where there is something to send.
+        Such blocks are rarely read; else it never blocks, or for 50 us where it sends what it computes.
+
+        Args:
+            orders: Of the step.
+            stream: Gives the stream that the model computes on: what earlier steps computed is sent once what
+                is enqueued there now is done, and so need not wait for this step.
         """
         early = [send for send in orders.sends if send.early]
-        if not early and not orders.fences and not orders.lost:
-            return
         try:
-            self._sending.announcing = self._thread.run(self._prepare(orders, early))
+            if orders.watches or len(orders.sends) > len(early):
+                self._thread.post(self._begin_sending, orders, stream())
+            if early or orders.fences or orders.lost:
+                self._sending.announcing = self._thread.run(self._prepare(orders, early))
         except RuntimeError:  # closed: nothing is read, or sent, any more
-            for send in early:
+            for send in orders.sends:
                 self._reports.add(Ended(send, send.blocks))
 
     def written(self, layer: int, stream: Callable[[], object | None] = lambda: None) -> None:
@@ -231,13 +237,6 @@ class WorkerHalf:
         for name in orders.aborts:
             # What was ordered just now begins in this turn of the loop.
             asyncio.get_running_loop().call_soon(self._abort, name)
-        for watch in orders.watches:
-            self._end_watch(watch.ticket)  # of another request by the same id
-            self._watches[watch.ticket] = asyncio.ensure_future(self._watch(watch))
-        for send in orders.sends:
-            if not send.early:
-                self._end_watch(send.ticket)
-                self._spawn(self._until_over(send, self._sending.send(send, stream)))
         for recall in orders.recalls:
             self._spawn(self._until_over(recall, self._recall(recall, stream)))
         for queued in orders.queued:
@@ -251,6 +250,15 @@ class WorkerHalf:
         for refusal in orders.refusals:
             self._end_watch(refusal.ticket)
             self._spawn(self._sending.refuse(refusal))
+
+    def _begin_sending(self, orders: Orders, stream: object | None) -> None:
+        for watch in orders.watches:
+            self._end_watch(watch.ticket)  # of another request by the same id
+            self._watches[watch.ticket] = asyncio.ensure_future(self._watch(watch))
+        for send in orders.sends:
+            if not send.early:
+                self._end_watch(send.ticket)
+                self._spawn(self._until_over(send, self._sending.send(send, stream)))
 
     def _keep(self, keeps: Sequence[Keep], stream: object | None) -> None:
         assert self._tiering is not None  # noqa: S101 (asked for before)

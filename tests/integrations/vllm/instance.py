@@ -61,23 +61,29 @@ class Instance:
         self.layers = 0
         #: Chunks that were sent before the last of their prompts.
         self.chunks = 0
+        if transfer:
+            self.count_chunks()
         if transfer and "tensor_parallel_size" not in options:  # else workers are processes of their own
             self.count_layers()
         #: Blocks of host memory, by hash, as a router that goes by KV events has them.
         self.resident: dict[bytes, list[int]] = {}
         self.scheduler.kv_event_publisher.publish = self.publish
 
+    def count_chunks(self) -> None:
+        half = self.scheduler.connector._scheduler
+        orders = half.orders
+
+        def counted() -> Any:
+            found = orders()
+            self.chunks += sum(not send.last for send in found.sends)
+            return found
+
+        half.orders = counted
+
     def count_layers(self) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         worker = get_kv_transfer_group()._worker
-        begin = worker._sending.begin
-
-        def noted(send: Any) -> Any:
-            self.chunks += not send.last
-            return begin(send)
-
-        worker._sending.begin = noted
         written = worker.written
 
         def counted(layer: int, stream: Any) -> None:

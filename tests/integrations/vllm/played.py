@@ -287,7 +287,7 @@ class Played:
             request.num_computed_tokens += tokens
             if request.num_computed_tokens == len(request.tokens) + request.unheard:
                 request.unheard += 1
-        self.worker.before(orders)
+        self.worker.before(orders, self.stream)
         self.compute(chosen)
         self.worker.carry_out(orders, self.stream())
         self.worker.computed(orders, self.stream)

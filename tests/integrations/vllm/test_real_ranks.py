@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -26,14 +27,15 @@ PROMPTS = {"some": [prompt(seed, 5 * BLOCK + 20 * seed) for seed in range(5)]}
 @pytest.fixture(scope="module")
 def two(real: ModuleType, model: str) -> Iterator[Any]:
     config = real.transfer(host_tier="24MiB", decode_ranks=1, layerwise=True)
-    options = {"num_gpu_blocks_override": 17, "disable_log_stats": False, "tensor_parallel_size": 2}
-    with real.started(model, config, **options) as instance:
+    options = {"num_gpu_blocks_override": 17, "tensor_parallel_size": 2, "max_num_batched_tokens": 256}
+    with real.started(model, config, disable_log_stats=False, **options) as instance:
         yield instance
 
 
 @pytest.fixture(scope="module")
 def one(real: ModuleType, model: str, two: object) -> Iterator[Any]:
-    with real.started(model, real.transfer(decode_ranks=2), disable_log_stats=False) as instance:
+    config, options = real.transfer(decode_ranks=2), {"max_num_batched_tokens": 256}
+    with real.started(model, config, disable_log_stats=False, **options) as instance:
         yield instance
 
 
@@ -67,3 +69,24 @@ def test_from_one_rank_to_two(two: Any, one: Any, alone: dict[str, list[list[int
     for each, answer in zip(PROMPTS["some"], alone["some"], strict=True):
         assert two.answers([each], one.prefill([each])) == [answer]
     assert loads(two, "load") - before == 2 * len(PROMPTS["some"])
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_chunks_of_all_ranks_go_as_far(
+    two: Any, one: Any, alone: dict[str, list[list[int]]], ranks: int
+) -> None:
+    """A decode side that asks several ranks would refuse what doesn't fit together."""
+    left, right = (two, one) if ranks == 2 else (one, two)
+    (said,) = left.prefill([prompt(999, 10)])
+    right.answers([prompt(999, 10)], [said])
+    before, loaded = left.state()["chunks"], loads(right, "load")
+    for each, answer in zip(PROMPTS["some"], alone["some"], strict=True):
+        tid = uuid.uuid4().hex
+        where = {"do_remote_prefill": True, "remote_addresses": said["remote_addresses"], "transfer_id": tid}
+        name = right.add(each, params=where)
+        right.until(lambda state: state["held"] > 0)
+        left.add(each, 1, {"do_remote_decode": True, "transfer_id": tid})
+        assert right.over(name)["tokens"] == answer
+        right.until_free()
+    assert left.state()["chunks"] - before >= len(PROMPTS["some"])
+    assert loads(right, "load") - loaded == len(PROMPTS["some"]) * (1 if ranks == 2 else 2)

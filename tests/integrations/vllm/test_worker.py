@@ -100,7 +100,9 @@ class Played:
         return said
 
     def step(self) -> None:
-        self.worker.carry_out(self.half.orders())
+        orders = self.half.orders()
+        self.worker.before(orders)
+        self.worker.carry_out(orders)
         outcome = self.worker.outcome() or Outcome()
         self.half.reported(list(outcome.loaded))
         for name in outcome.loaded:
@@ -354,7 +356,7 @@ def test_what_two_watch_for_is_watched_for_once(pair: tuple[Played, Played]) -> 
             await asyncio.sleep(0)
 
     for name in ("a", "b"):
-        left.worker.carry_out(Orders(watches=[Watch(name, Ticket("t"), 0)]))
+        left.worker.before(Orders(watches=[Watch(name, Ticket("t"), 0)]))
         left.worker._thread.run(turns())
     core = left.worker._engine._core
     assert core is not None
