@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Group", "cache_layout", "layer_order", "rank_heads"]
 
 #: Orders of axes that backends use, tried in turn: FlashAttention's and FlashInfer's, that of CPUs, MLA's.
-_AXES = ("sbthd", "bsthd", "bhtsd", "bthd", "btd")
+_AXES = ("sbthd", "bsthd", "bhtsd", "bthd", "bhtd", "btd")
 
 
 @dataclass(frozen=True, slots=True)

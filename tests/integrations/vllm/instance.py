@@ -8,6 +8,7 @@ that begins with ``@``. An empty configuration is vLLM alone.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import select
@@ -65,6 +66,7 @@ class Instance:
             self.count_chunks()
         if transfer and "tensor_parallel_size" not in options:  # else workers are processes of their own
             self.count_layers()
+            self.note_blocks()
         #: Blocks of host memory, by hash, as a router that goes by KV events has them.
         self.resident: dict[bytes, list[int]] = {}
         self.scheduler.kv_event_publisher.publish = self.publish
@@ -91,6 +93,18 @@ class Instance:
             written(layer, stream)
 
         worker.written = counted
+
+    def note_blocks(self) -> None:
+        """Keep in mind which blocks each request got; what is in them stays until others get them."""
+        self.blocks: dict[str, list[int]] = {}
+        connector = self.scheduler.connector
+        allocated = connector.update_state_after_alloc
+
+        def noted(request: Any, blocks: Any, tokens: int) -> None:
+            self.blocks[request.request_id] = blocks.get_block_ids()[0]
+            allocated(request, blocks, tokens)
+
+        connector.update_state_after_alloc = noted
 
     def publish(self, batch: Any) -> None:
         for event in batch.events:
@@ -169,6 +183,22 @@ class Instance:
 
         samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
         tell(event="figures", **{each.name: each.value for each in samples if "aiokv" in each.name})
+
+    def do_content(self, name: str, count: int) -> None:
+        """What the first blocks of a request hold, in all layers, as a digest of each; one KV cache group."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        cache = get_kv_transfer_group()._worker._cache
+        ids = next(ids for key, ids in self.blocks.items() if key == name or key.startswith(f"{name}-"))
+        tensors = [cache.tensor(layer) for layer in range(cache.layout.layers)]
+        axis = cache.layout.groups[0].axes.index("b")
+        found = [
+            hashlib.sha256(
+                b"".join(each.select(axis, block).contiguous().numpy().tobytes() for each in tensors)
+            )
+            for block in ids[:count]
+        ]
+        tell(event="content", blocks=[each.hexdigest() for each in found])
 
     def do_told(self) -> None:
         """What KV events said to be in host memory."""

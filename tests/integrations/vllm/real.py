@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Instance", "left_free", "make_hybrid", "make_model", "started", "transfer"]
+__all__ = ["Instance", "left_free", "make_hybrid", "make_latent", "make_model", "started", "transfer"]
 
 
 SIZES: dict[str, Any] = {
@@ -50,6 +50,20 @@ def make_hybrid(folder: Path) -> str:
     kinds = ["sliding_attention", "full_attention"] * 2
     config = Gemma3TextConfig(**SIZES, sliding_window=128, layer_types=kinds, query_pre_attn_scalar=64)
     Gemma3ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def make_latent(folder: Path) -> str:
+    """Write a DeepSeek-V2 without experts there; the CPU's kernel for MLA wants vectors of 512 and 64."""
+    import torch
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(0)
+    heads = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "num_key_value_heads": 4}
+    config = DeepseekV2Config(
+        **{**SIZES, **heads}, kv_lora_rank=512, q_lora_rank=None, first_k_dense_replace=4
+    )
+    DeepseekV2ForCausalLM(config).save_pretrained(folder)
     return str(folder)
 
 

@@ -37,12 +37,16 @@ def test_axes_are_read_from_shapes(shape: tuple[int, ...], axes: str) -> None:
         assert len(cache.buffers) == 1
 
 
-def test_latent_attention() -> None:
-    tensors = {name: torch.zeros(6, 32, 72) for name in NAMES}
-    layout, _ = cache_layout(
+@pytest.mark.parametrize(
+    ("shape", "axes"), [((6, 32, 72), "btd"), ((6, 1, 32, 72), "bhtd"), ((6, 32, 1, 72), "bthd")]
+)
+def test_latent_attention(shape: tuple[int, ...], axes: str) -> None:
+    tensors = {name: torch.zeros(*shape) for name in NAMES}
+    layout, ordered = cache_layout(
         [Group(NAMES, 32, 1, 72, "mla")], tensors, heads=(0, 4), total_heads=8, model=b""
     )
-    assert (layout.groups[0].axes, layout.groups[0].heads) == ("btd", (0, 1))
+    assert (layout.groups[0].axes, layout.groups[0].heads) == (axes, (0, 1))
+    KVCache.from_tensors(layout, ordered).close()
 
 
 def test_groups() -> None:
