@@ -283,7 +283,7 @@ def test_nobody_comes(pair: tuple[Played, Played]) -> None:
 def test_what_waits_in_the_queue_is_held(pair: tuple[Played, Played]) -> None:
     """For longer than what nobody wants; what comes of it is as if it had not waited."""
     _, right = pair
-    hasty = Played("hasty", transports=["tcp"], hold=0.5)
+    hasty = Played("hasty", transports=["tcp"], hold=1.5)
     said, sent = prefilled(hasty, "a", 100)
     unwanted, _ = prefilled(hasty, "x", 100)
     request = Request("b", 100, said)
