@@ -70,6 +70,25 @@ def test_by_the_answer_of_the_prefill_side(make: Make, played: ModuleType, layer
     assert right.computed == 4
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_one_that_is_late_holds_up_no_other(make: Make, played: ModuleType, layerwise: bool) -> None:
+    """A load that nobody serves yet costs the steps of others nothing (vllm#30794)."""
+    left, right = make("left", layerwise=layerwise), make("right")
+    here, there = told(left)
+    late = right.add("late", ASKED, 4, there)
+    other = right.add("other", ASKED[1:], 4)
+    steps = 0
+    while not other.over:
+        right.step()
+        steps += 1
+    assert steps == -(-len(ASKED[1:]) // right.budget) + 3  # as if it were alone
+    assert other.answered == played.answer(ASKED[1:], 4)
+    assert not late.answered
+    left.add("a", ASKED, 1, here)
+    right.settle(left)
+    assert late.answered == played.answer(ASKED, 4)
+
+
 def test_a_request_that_goes_on_is_not_reported_before_it_is_over(make: Make, played: ModuleType) -> None:
     left, right = pair(make)
     here, there = told(left)
