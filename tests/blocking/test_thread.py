@@ -147,13 +147,24 @@ def test_who_is_interrupted_comes_back_once_the_work_is_given_up() -> None:
     class Interrupted(BaseException):
         pass
 
+    raised: list[bool] = []
+
     def handler(*_: object) -> None:
-        raise Interrupted
+        if not raised:
+            raised.append(True)
+            raise Interrupted
+
+    def interrupt() -> None:
+        """Again and again: a signal that comes just before a thread waits for a lock is heard after that."""
+        begun.wait()
+        while not raised:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            over.wait(0.05)
 
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with LoopThread() as thread:
-            signalling = threading.Thread(target=lambda: (begun.wait(), os.kill(os.getpid(), signal.SIGUSR1)))
+            signalling = threading.Thread(target=interrupt)
             signalling.start()
             with pytest.raises(Interrupted):
                 thread.run(work())
