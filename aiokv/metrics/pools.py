@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
 
-from aiokv.metrics.tables import Fields, Shown, TableExporter
+from aiokv.metrics.tables import PLACES, Fields, Shown, TableExporter
 from aiokv.offload.sharing.owner import HostPool
 
 __all__ = ["PoolExporter"]
@@ -22,17 +22,7 @@ _GAUGES: Fields = MappingProxyType(
             "state",
             {"attached": "guests", "lost": "guests_lost"},
         ),
-        "places": (
-            "Blocks that the pool has room for, by what they are",
-            "state",
-            {
-                "all": "places",
-                "wanted": "places_wanted",
-                "used": "places_used",
-                "pinned": "places_pinned",
-                "pending": "places_pending",
-            },
-        ),
+        **PLACES,
         "waiting": ("Stores that wait for another tier's", "", {"": "waiting"}),
         "bytes": ("Host memory that it has taken", "", {"": "pool_bytes"}),
     }

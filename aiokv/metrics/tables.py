@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -10,10 +11,27 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from aiokv.metrics.exporting import StatisticsExporter
 
-__all__ = ["Fields", "Shown", "TableExporter"]
+__all__ = ["PLACES", "Fields", "Shown", "TableExporter"]
 
 #: By the metric's name what it is, its label if it has one, and the statistics' field for each value of that.
 Fields = Mapping[str, tuple[str, str, Mapping[str, str]]]
+
+#: Of what has places for blocks: a tier, and a pool that several share.
+PLACES: Fields = MappingProxyType(
+    {
+        "places": (
+            "Blocks that the pool has room for, by what they are",
+            "state",
+            {
+                "all": "places",
+                "wanted": "places_wanted",
+                "used": "places_used",
+                "pinned": "places_pinned",
+                "pending": "places_pending",
+            },
+        )
+    }
+)
 
 _T = TypeVar("_T")
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from prometheus_client import CollectorRegistry
 
-from aiokv.metrics.tables import Fields, Shown, TableExporter
+from aiokv.metrics.tables import PLACES, Fields, Shown, TableExporter
 from aiokv.offload.tier import HostTier
 
 __all__ = ["TierExporter"]
@@ -62,17 +62,7 @@ _GAUGES: Fields = MappingProxyType(
         ),
         "copies": ("Loads and stores going on", "", {"": "copies"}),
         "leased_blocks": ("Blocks of the cache that copies hold", "", {"": "blocks_leased"}),
-        "places": (
-            "Blocks that the pool has room for, by what they are",
-            "state",
-            {
-                "all": "places",
-                "wanted": "places_wanted",
-                "used": "places_used",
-                "pinned": "places_pinned",
-                "pending": "places_pending",
-            },
-        ),
+        **PLACES,
         "attached": ("0 while the owner of a shared pool is lost", "", {"": "attached"}),
         "pool_bytes": ("Host memory that the pool has taken", "", {"": "pool_bytes"}),
     }
