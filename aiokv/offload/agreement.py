@@ -10,6 +10,7 @@ from typing import Any
 
 from aiokv.errors import AiokvError
 from aiokv.offload.begun import Begun, BegunSteps
+from aiokv.offload.outlasting import until_over
 from aiokv.offload.policies import Key
 from aiokv.ranks import Blocks, Hit, Miss, Outcome, RankGroup, Turn
 
@@ -110,12 +111,7 @@ async def _awaited(task: asyncio.Task[int]) -> int:
 async def _given_up(task: asyncio.Task[int]) -> asyncio.CancelledError | None:
     """Cancel a task and wait until it is over, also when this is cancelled meanwhile, which it then gives."""
     task.cancel()
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
+    cancelled = await until_over(task)
     if not task.cancelled():
         task.exception()  # seen: it would be logged else
     return cancelled

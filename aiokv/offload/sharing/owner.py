@@ -11,11 +11,12 @@ import socket
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self
 
 from aiokv.device.host import HostBuffer, available_bytes
 from aiokv.device.offloop import off_loop
 from aiokv.errors import AiokvError, CapacityError, ClosedError, LayoutMismatch, Refused
+from aiokv.offload.outlasting import until_over
 from aiokv.offload.policies import Admission, Policy, policy_named
 from aiokv.offload.settings import size_of
 from aiokv.offload.sharing.desk import Desk, say_once
@@ -33,8 +34,6 @@ from aiokv.offload.sharing.shares import Shares
 from aiokv.transports.staging_shared import shared
 
 __all__ = ["HostPool", "PoolStatistics"]
-
-_T = TypeVar("_T")
 
 _log = logging.getLogger("aiokv")
 
@@ -161,10 +160,10 @@ class HostPool:
                 f"capacity: {self._capacity} bytes of host memory, and {available} are available"
             )
         binding = off_loop(partial(bound, self.path), "aiokv-pool")
-        cancelled = await _over(binding)
+        cancelled = await until_over(binding)
         sock = binding.result()
         if cancelled is not None:
-            await _over(off_loop(partial(unbound, self.path, sock), "aiokv-pool"))
+            await until_over(off_loop(partial(unbound, self.path, sock), "aiokv-pool"))
             raise cancelled
         self._sock, self._state = sock, "open"
         asyncio.get_running_loop().add_reader(self._sock.fileno(), self._accept)
@@ -190,11 +189,11 @@ class HostPool:
                 timer.cancel()
         for desk in list(self._desks):
             desk.close()
-        cancelled = await _over(off_loop(partial(unbound, self.path, sock), "aiokv-pool"))
+        cancelled = await until_over(off_loop(partial(unbound, self.path, sock), "aiokv-pool"))
         if self._growing is not None:
-            cancelled = await _over(self._growing) or cancelled
+            cancelled = await until_over(self._growing) or cancelled
         buffers, self._segments = [buffer for _, buffer in self._segments], []
-        cancelled = await _over(off_loop(partial(_close_all, buffers), "aiokv-pool")) or cancelled
+        cancelled = await until_over(off_loop(partial(_close_all, buffers), "aiokv-pool")) or cancelled
         if cancelled is not None:
             raise cancelled
 
@@ -340,17 +339,6 @@ class HostPool:
 
     def _on_distrusted(self, error: Exception) -> None:
         _log.error("the host pool's policy failed and was replaced by LRU: %r", error)
-
-
-async def _over(waited: asyncio.Future[_T]) -> asyncio.CancelledError | None:
-    """Wait until something is over, also when this is cancelled meanwhile, which it then gives."""
-    cancelled: asyncio.CancelledError | None = None
-    while not waited.done():
-        try:
-            await asyncio.wait([waited])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    return cancelled
 
 
 def _close_all(buffers: list[HostBuffer]) -> None:
