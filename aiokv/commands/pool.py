@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 import uvloop
 
+from aiokv.control.address import bracketed, host_and_port
 from aiokv.errors import AiokvError
 from aiokv.offload.sharing.owner import HostPool
 
@@ -58,7 +59,7 @@ def _show(pool: HostPool, host: str, port: int) -> Callable[[], None]:
 
     registry = CollectorRegistry()
     exporter = PoolExporter(pool, registry)
-    shown = f"[{host}]" if ":" in host else host
+    shown = bracketed(host)
     try:
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
@@ -75,12 +76,13 @@ def _show(pool: HostPool, host: str, port: int) -> Callable[[], None]:
 
 
 def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT")
+    try:
+        place = host_and_port(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT") from None
     if find_spec("prometheus_client") is None:
         raise argparse.ArgumentTypeError("it needs pip install 'aiokv[metrics]'")
-    return host.strip("[]"), int(port)
+    return place
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["Address", "bindable", "canonical", "reachable", "well_formed"]
+__all__ = ["Address", "bindable", "bracketed", "canonical", "host_and_port", "reachable", "well_formed"]
 
 _LABEL = r"\w(?:[\w-]{0,61}\w)?"
 _SIX = r"\[(?P<six>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]"
@@ -88,7 +88,7 @@ class Address:
     @property
     def endpoint(self) -> str:
         """The address without its key."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = bracketed(self.host)
         return f"{self.scheme}://{host}" if self.port is None else f"{self.scheme}://{host}:{self.port}"
 
     def with_port(self, port: int) -> Address:
@@ -110,6 +110,24 @@ class Address:
 
     def __str__(self) -> str:
         return f"{self.endpoint}#{self.key}" if self.key else self.endpoint
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before a colon and a port: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """``host:port`` taken apart, without the brackets of an IPv6 address.
+
+    Raises:
+        ValueError: It is none.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError(f"{text!r} is not host:port")
+    return host, int(port)
 
 
 def canonical(address: str) -> str:

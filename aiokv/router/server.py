@@ -12,6 +12,7 @@ from typing import Self
 from aiohttp import web
 
 from aiokv.control.access import checked_access
+from aiokv.control.address import bracketed, host_and_port
 from aiokv.control.base import Channel
 from aiokv.control.choice import channel_at, checked_binding
 from aiokv.control.keys import Keys
@@ -159,18 +160,16 @@ async def _served(stack: AsyncExitStack, application: web.Application, at: tuple
     site = web.TCPSite(runner, *at, backlog=1024, reuse_address=True)
     await site.start()
     port = runner.addresses[0][1]
-    host = f"[{at[0]}]" if ":" in at[0] else at[0]
-    return f"http://{host}:{port}"
+    return f"http://{bracketed(at[0])}:{port}"
 
 
 def _place(text: str, name: str) -> tuple[str, int]:
     if not isinstance(text, str):
         raise TypeError(f"{name} is host:port, not {text!r}")
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise ValueError(f"{name} {text!r} is not host:port")
-    return host, int(port)
+    try:
+        return host_and_port(text)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None
 
 
 def _loopback(host: str) -> bool:
