@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -66,3 +66,17 @@ def played(request: pytest.FixtureRequest) -> SimpleNamespace:
         found.Played = found.PlayedOnGpu
         found.warm()  # what CUDA keeps from its first use on is not left behind by the test that is first
     return found
+
+
+@pytest.fixture
+def make(played: SimpleNamespace) -> Iterator[Callable[..., Any]]:
+    """Makes instances of it, and closes them; tests of a tier have one of their own."""
+    made = []
+
+    def one(name: str, **more: object) -> Any:
+        made.append(played.Played(name, **more))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.worker.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,19 +18,6 @@ SIZE = 32
 ASKED = [7 * token % 50 for token in range(5 * SIZE + 7)]
 
 Make = Callable[..., Any]
-
-
-@pytest.fixture
-def make(played: ModuleType) -> Iterator[Make]:
-    made = []
-
-    def one(name: str, **more: object) -> Any:
-        made.append(played.Played(name, **more))
-        return made[-1]
-
-    yield one
-    for each in made:
-        each.worker.close()
 
 
 def told(left: Any, name: str = "t") -> tuple[dict[str, Any], dict[str, Any]]:

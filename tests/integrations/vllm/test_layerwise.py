@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -13,19 +13,6 @@ SIZE = 32
 ASKED = [7 * token % 50 for token in range(5 * SIZE + 7)]
 
 Make = Callable[..., Any]
-
-
-@pytest.fixture
-def make(played: ModuleType) -> Iterator[Make]:
-    made = []
-
-    def one(name: str, **more: object) -> Any:
-        made.append(played.Played(name, **more))
-        return made[-1]
-
-    yield one
-    for each in made:
-        each.worker.close()
 
 
 def pair(make: Make, **more: object) -> tuple[Any, Any]:
